@@ -31,14 +31,14 @@ class Generated(NamedTuple):
 
 @dataclass(frozen=True)
 class Finished:
-    """Rows that the background has completed and scored, one entry per row, for TRL's hooks to return."""
+    """Rows that the background has completed, one entry per row, for TRL's hooks to return once they are scored."""
 
     completion_ids: list[list[int]]
     logprobs: list[list[float | None]] | None
     """Log-probabilities of the sampled tokens, as TRL takes them; None where the trajectories have them."""
     completions: list[Any]
     """Completions as reward functions see them."""
-    scored: Mapping[str, Any]
+    scored: Mapping[str, Any] = field(default_factory=dict)
     """A `rewards.containment.Scored` for each reward function by name; models are scored on the main thread."""
     kept: list[Tensor] = field(default_factory=list)
     """The sets that a truncated sampler drew from, as in `Collected`."""

@@ -27,7 +27,7 @@ from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.generating import GeneratingTrainer
 from grpo_ext.trainer.in_flight import InFlight
-from grpo_ext.trainer.leaves import Completed, LeavesInBackground, Request, Submitted, done, leaves_of, request_of
+from grpo_ext.trainer.leaves import LeavesInBackground, Request, Submitted, done, leaves_of, request_of
 
 Rows = list[dict[str, Any]]
 
@@ -102,7 +102,7 @@ class AheadTrainer(GeneratingTrainer):
                 self._submit(ahead, window, version, count, finished, step)
             else:
                 next(ahead.drawn)
-                ahead.asked[window] = None, Submitted(done(Completed.of(finished)), done(finished))
+                ahead.asked[window] = None, Submitted(done(finished), done(finished))
         return ahead
 
     def _obey(self, ahead: Ahead, sampler: Sampler, orders: Orders, count: int) -> None:
@@ -140,8 +140,7 @@ class AheadTrainer(GeneratingTrainer):
         dataset: Any = self.train_dataset
         rows = [dataset[i] for i in next(ahead.drawn)[first : first + count]]
         request = request_of(self, rows, self.attempts_of(window, count), version, step)
-        made = None if finished is None else Completed.of(finished)
-        ahead.asked[window] = request, ahead.background.submit(request, made)
+        ahead.asked[window] = request, ahead.background.submit(request, finished)
 
     def _take(self, ahead: Ahead, window: int, rows: Rows) -> Finished:
         """Wait for the completions of the window that begins to train.

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
@@ -21,7 +20,7 @@ from grpo_ext.data.chat_template import splits_reasoning
 from grpo_ext.environments.loop import AttemptLimits
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import COLUMN, batch
-from grpo_ext.rewards.containment import Scored, scored_by
+from grpo_ext.rewards.containment import scored_by
 from grpo_ext.rollout.background import Background
 from grpo_ext.rollout.collected import Finished
 from grpo_ext.rollout.samplers import Sampler
@@ -80,40 +79,17 @@ class Play:
         return self.acting.play(request.rows, attempts, engine, self.limits, renderer)
 
 
-class Completed(NamedTuple):
-    """Completions of a request, as in `Finished`."""
-
-    completion_ids: list[list[int]]
-    logprobs: list[list[float | None]] | None
-    kept: list[Tensor]
-    played: Played
-    completions: list[Any]
-    seconds: float = 0.0
-
-    @classmethod
-    def of(cls, finished: Finished) -> "Completed":
-        """Return completions without their scores."""
-        made = finished.completion_ids, finished.logprobs, finished.kept, finished.played, finished.completions
-        return cls(*made, finished.seconds)
-
-    def with_scores(self, scored: Mapping[str, Scored]) -> Finished:
-        """Return completions with their scores."""
-        return Finished(*self[:2], self.completions, scored, self.kept, self.played, self.seconds)
-
-
 class Submitted(NamedTuple):
     """The background's results for a request; each future gets its result, or the exception that ended it."""
 
-    completed: Future[Completed]
+    completed: Future[Finished]
+    """Completions without scores."""
     finished: Future[Finished]
 
     def made(self) -> Finished | None:
         """Return what is there by now: completions with scores, or without; None if there are no completions."""
-        if self.finished.done() and self.finished.exception() is None:
-            return self.finished.result()
-        if self.completed.done() and self.completed.exception() is None:
-            return self.completed.result().with_scores({})
-        return None
+        ended = (future for future in (self.finished, self.completed) if future.done() and not future.exception())
+        return next((future.result() for future in ended), None)
 
 
 class Leaves:
@@ -147,13 +123,13 @@ class Leaves:
         self._processing: Any = copy.deepcopy(processing_class)
         self._tokenizer: Any = getattr(self._processing, "tokenizer", self._processing)
 
-    def completed(self, request: Request) -> Completed:
+    def completed(self, request: Request) -> Finished:
         """Sample the completions of a request, or play its environments."""
         began = time.monotonic()
         made = self._sampled(request) if self.play is None else self._played(request, self.play)
-        return made._replace(seconds=time.monotonic() - began)
+        return replace(made, seconds=time.monotonic() - began)
 
-    def scored(self, request: Request, made: Completed) -> Finished:
+    def scored(self, request: Request, made: Finished) -> Finished:
         """Score completions by all functions; models score on the main thread."""
         began = time.monotonic()
         rows = [dict(row) for row in request.rows]
@@ -161,24 +137,24 @@ class Leaves:
             row[COLUMN] = trajectory
         columns = _columns(rows, made.completions, made.completion_ids, request.state)
         scored = scored_by(self.scorers, columns, self.loop)
-        return made._replace(seconds=made.seconds + time.monotonic() - began).with_scores(scored)
+        return replace(made, scored=scored, seconds=made.seconds + time.monotonic() - began)
 
-    def _sampled(self, request: Request) -> Completed:
+    def _sampled(self, request: Request) -> Finished:
         streams = [attempt.stream() for attempt in request.attempts]
         sampled = self.sampler.sample(request.version, request.prompt_ids, [self.limit] * len(streams), streams)
         ids = [list(one.ids) for one in sampled]
         logprobs: list[list[float | None]] = [list(one.logps) for one in sampled]
         fill_empty(ids, logprobs, self.eos_token_id)
         kept = [one.kept for one in sampled if one.kept is not None]
-        return Completed(ids, logprobs, kept, (), self._texts(request.rows, request.prompt_ids, ids))
+        return Finished(ids, logprobs, self._texts(request.rows, request.prompt_ids, ids), kept=kept)
 
-    def _played(self, request: Request, play: Play) -> Completed:
+    def _played(self, request: Request, play: Play) -> Finished:
         played = play(request, self.sampler)
         trajectories = [trajectory for trajectory, _ in played]
         made = batch(trajectories, self.ends)
         fill_empty(made.completion_ids, None, self.eos_token_id)
         texts = self._texts(request.rows, made.prompt_ids, made.completion_ids)
-        return Completed(made.completion_ids, None, [], played, completions_seen(trajectories, texts))
+        return Finished(made.completion_ids, None, completions_seen(trajectories, texts), played=played)
 
     def _texts(self, rows: Sequence[Row], prompt_ids: list[list[int]], ids: list[list[int]]) -> list[Any]:
         """Decode completions as TRL does."""
@@ -256,11 +232,11 @@ class LeavesInBackground:
 
     def __init__(self, leaves: Leaves) -> None:
         self._completing = Background(leaves.completed)
-        self._scoring: Background[tuple[Request, Future[Completed]], Finished] = Background(
+        self._scoring: Background[tuple[Request, Future[Finished]], Finished] = Background(
             lambda asked: leaves.scored(asked[0], asked[1].result())
         )
 
-    def submit(self, request: Request, made: Completed | None = None) -> Submitted:
+    def submit(self, request: Request, made: Finished | None = None) -> Submitted:
         """Queue a request, or only the scoring of what was `made` of it."""
         completed = self._completing.submit(request) if made is None else done(made)
         return Submitted(completed, self._scoring.submit((request, completed)))
