@@ -83,6 +83,9 @@ def test_generations_that_have_not_begun_fail_when_the_background_is_closed():
             end.wait(10)
             raise ValueError("of the sampler")
 
+        def scored(self, request, made):
+            pytest.fail("there is nothing to score")
+
     background = LeavesInBackground(Waiting())
     submitted = [background.submit(request) for request in "ab"]
     begun.wait(10)

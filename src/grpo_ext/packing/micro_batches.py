@@ -68,7 +68,7 @@ def regroup(micro_batches: Sequence[MicroBatch], window: int, skip_silent: bool 
     batches = []
     for begin in range(0, len(micro_batches), window):
         step = micro_batches[begin : begin + window]
-        together = joined(step)
+        together = _joined(step)
         prompt_mask = together["prompt_mask"].cpu().numpy()
         groups = groups_of(np.where(prompt_mask, together["prompt_ids"].cpu().numpy(), -1))
         cost = together["completion_mask"].sum(dim=1).cpu().numpy()
@@ -113,8 +113,8 @@ def _pieces_of(group: list[int], size: int, cost: np.ndarray) -> list[list[int]]
     return [part for part in parts if part]
 
 
-def joined(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
-    """Return all rows of micro-batches of one width as one batch."""
+def _joined(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
+    """Return all rows as one batch; the micro-batches are of one width."""
 
     def together(name: str, first: Any) -> Any:
         values: list[Any] = [batch[name] for batch in micro_batches]  # type: ignore[literal-required]
