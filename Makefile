@@ -185,7 +185,7 @@ bench-losses: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/losses.py
 
 bench-overlap: install-vllm
-	@echo "bench-overlap: steps in turn, overlap: step and rollout_ahead, and which lengths train; leave two cores free"
+	@echo "bench-overlap: steps in turn and with rollout_ahead, and which lengths train; leave two cores free"
 	$(QUIET_ENV) $(BIN)/python benchmarks/overlap.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/stale_samples.py
 	$(BIN)/python docs/tables.py

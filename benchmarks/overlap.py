@@ -1,4 +1,4 @@
-"""Steps in turn, with `overlap: step` and with `rollout_ahead`, side by side: `make bench-overlap`.
+"""Steps in turn and with `rollout_ahead`, side by side: `make bench-overlap`.
 
 A Llama with random weights and ragged completions (each token ends its completion with the probability that the model
 gives it), at learning rate 0. Each run has a process of its own and one thread; the sampler has another process and
@@ -12,9 +12,8 @@ Parts:
     server: a vLLM server on a CPU, server and trainer pinned to a core each.
 
 `least` is the least time of a step: in turn the sum of sampling and training, as measured in turn; with
-`rollout_ahead` the longer of both (and of the judge); with `overlap: step` the longest of the paths through a chunk,
-which trains when it has arrived, and the chunks behind it. Writes results/overlap.json, where parts that are not
-measured stay as they are.
+`rollout_ahead` the longer of both (and of the judge). Writes results/overlap.json, where parts that are not measured
+stay as they are.
 """
 
 import argparse
@@ -46,11 +45,10 @@ PROCESS = {"groups": 6, "prompt": 64, "completion": 128, "hidden": 192, "layers"
 HEAVY = {"groups": 12, "prompt": 192, "completion": 64, "hidden": 256, "layers": 4}
 SERVER = {"groups": 6, "prompt": 64, "completion": 128, "hidden": 192, "layers": 3}
 IN_TURN: dict[str, Any] = {}
-STEP, AHEAD, FURTHER = {"overlap": "step"}, {"rollout_ahead": 1}, {"rollout_ahead": 2}
+AHEAD, FURTHER = {"rollout_ahead": 1}, {"rollout_ahead": 2}
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "process": {
         "in turn": {"load": PROCESS, "settings": IN_TURN},
-        "overlap: step": {"load": PROCESS, "settings": STEP},
         "rollout_ahead: 1": {"load": PROCESS, "settings": AHEAD},
     },
     "judge": {
@@ -61,7 +59,6 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "server": {
         "in turn": {"load": SERVER, "settings": IN_TURN},
-        "overlap: step": {"load": SERVER, "settings": STEP},
         "rollout_ahead: 1": {"load": SERVER, "settings": AHEAD},
     },
 }
@@ -107,7 +104,7 @@ def judge_of(seconds: float) -> Callable[..., list[float]]:
 
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
-    """Train; return for each step behind the warm-up its seconds, its logged times, and when its chunks arrived."""
+    """Train; return for each step behind the warm-up its seconds and its logged times."""
     import torch
     from transformers import TrainerCallback
 
@@ -117,17 +114,11 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     load, draw = asked["load"], random.Random(0)
     rows = [{"prompt": "".join(draw.choices(string.ascii_lowercase, k=load["prompt"]))} for _ in range(400)]
-    ended, arrived = list[float](), list[float]()
+    ended = list[float]()
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_, **__):
             ended.append(time.perf_counter())
-
-    class Watched(GRPOExtTrainer):
-        def _taken(self, future, waited):
-            finished = super()._taken(future, waited)
-            arrived.append(finished.seconds)
-            return finished
 
     with tempfile.TemporaryDirectory() as output:
         args = GRPOExtConfig(
@@ -137,19 +128,17 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
             logging_steps=1, max_steps=WARM_UP + asked["steps"], seed=asked["seed"], **asked["settings"],
         )  # fmt: skip
         rewards = [vowels, *([judge_of(asked["judge"])] if "judge" in asked else [])]
-        trainer = Watched(asked["model"], rewards, args, rows, processing_class=build_tokenizer(), callbacks=[Clock()])
+        tokenizer = build_tokenizer()
+        trainer = GRPOExtTrainer(asked["model"], rewards, args, rows, processing_class=tokenizer, callbacks=[Clock()])
         trainer.train()
     logged = [entry for entry in trainer.state.log_history if "reward" in entry][WARM_UP:]
     seconds = [end - begin for begin, end in zip(ended[WARM_UP - 1 :], ended[WARM_UP:], strict=False)]
-    chunks = load["groups"]
     return {
         "seconds": seconds,
         "rollout": [entry["time/rollout"] for entry in logged],
         "rewards": [entry["time/rewards"] for entry in logged],
         "push": [entry.get("time/weight_push", 0.0) for entry in logged],
         "waited": [entry.get("overlap/waited", 0.0) for entry in logged],
-        "beside": [entry.get("overlap/rollout_seconds", 0.0) for entry in logged],
-        "arrived": [arrived[i : i + chunks] for i in range(WARM_UP * chunks, len(arrived), chunks)],
     }
 
 
@@ -232,14 +221,9 @@ def in_process(asked: dict[str, Any], core: int | None) -> dict[str, Any]:
         return found
 
 
-def least(settings: dict[str, Any], base: dict[str, Any], found: dict[str, Any], judge: float) -> float:
+def least(settings: dict[str, Any], base: dict[str, Any], judge: float) -> float:
     """Return the least time of a step with these settings, by the times of sampling and training in turn."""
     rollout, training = parts_of(base)
-    if settings.get("overlap"):
-        return statistics.median(
-            max(at + training * (len(chunks) - i) / len(chunks) for i, at in enumerate(chunks))
-            for chunks in found["arrived"]
-        )
     if ahead := settings.get("rollout_ahead", 0):
         return max(training, rollout + judge) if ahead == 1 else max(training, rollout, judge)
     return rollout + training + judge
@@ -289,7 +273,7 @@ def summary(part: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
         pairs = [
             (base, its, statistics.median(its["seconds"])) for base, its in zip(found[first], found[name], strict=True)
         ]
-        bounds = [least(settings, base, its, judge) for base, its, _ in pairs]
+        bounds = [least(settings, base, judge) for base, *_ in pairs]
         rows[name] = {
             "step_seconds": statistics.median(step for *_, step in pairs),
             "waited_seconds": statistics.median(x for _, its, _ in pairs for x in its["waited"]),

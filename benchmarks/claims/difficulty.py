@@ -3,9 +3,7 @@
 from typing import Any
 
 from claim import FAILS, HOLDS, ONLY_IF, Claim, Verdict, interval, markdown, of, shown
-from enumeration import estimator, moments, prompt, weight
-
-from grpo_ext.objective.advantages import estimators
+from enumeration import by_group, estimator, moments, prompt, weight
 
 RATES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 GROUPS = (4, 8, 16, 64)
@@ -18,7 +16,7 @@ MIDDLE = 0.75
 
 def weights(name: str, group: int = 8) -> list[float]:
     """Return the factor of the gradient of the pass rate in the mean estimate, over the pass rate."""
-    alone = estimators.traits(name).by_group
+    alone = by_group(estimator(name))
     found = []
     for rate in RATES:
         batch = [prompt(rate, 2, 2), *([] if alone else [prompt(other, 2, 2) for other in OTHERS])]

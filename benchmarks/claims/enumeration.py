@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import step_totals
 from grpo_ext.objective.objective import Objective, resolve
 
@@ -84,6 +83,12 @@ def advantages(of: Objective, rewards: Tensor) -> Tensor:
     return found.squeeze(-1) if found.dim() == 3 else found
 
 
+def by_group(of: Objective) -> bool:
+    """Return whether a group has the same advantages alone as beside another group."""
+    both = advantages(of, rewards_of([1, 2], 4))
+    return torch.allclose(both[:1], advantages(of, rewards_of([1], 4)), rtol=0, atol=1e-12)
+
+
 def coefficients(of: Objective, advantages: Tensor) -> Tensor:
     """Return c_i of each completion from advantages [..., prompts, completions], by the package's loss on-policy."""
     rows = advantages.reshape(-1)
@@ -134,7 +139,7 @@ def moments(of: Objective | None, batch: Sequence[Prompt], group: int) -> list[M
     rewards = torch.stack([rewards_of(c, group) for c in counts])
     if of is None:
         found = rewards
-    elif len(batch) == 1 and estimators.traits(of.advantage).by_group:
+    elif len(batch) == 1 and by_group(of):
         found = advantages(of, rewards[:, 0])[:, None]  # groups do not see each other: all at once
     else:
         found = torch.stack([advantages(of, r) for r in rewards])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from claim import FAILS, HOLDS, ONLY_IF, Claim, Verdict, markdown
-from enumeration import binomial, estimator, moments, prompt, rewards_of, weight
+from enumeration import binomial, by_group, estimator, moments, prompt, rewards_of, weight
 from torch import Tensor
 
 from grpo_ext.objective.advantages import estimators
@@ -26,7 +26,7 @@ POPULATIONS = ((1.0, 1.0), (2.0, 2.0), (5.0, 5.0), (1.0, 4.0), (4.0, 1.0))
 def at_rates(name: str | None) -> dict[str, list[float]]:
     """Return an estimator's weight, variance and noise over the pass rate; None is REINFORCE without a baseline."""
     of = None if name is None else estimator(name)
-    alone = name is None or estimators.traits(name).by_group
+    alone = of is None or by_group(of)
     found: dict[str, list[float]] = {"weight": [], "variance": [], "noise": []}
     for rate in RATES:
         batch = [prompt(rate), *([] if alone else [prompt(other) for other in OTHERS])]

@@ -161,7 +161,6 @@ def test_a_signal_to_any_process_saves_a_checkpoint_and_exits_with_75(how, numbe
 BESIDE = {
     "ahead": (ALONE, {"rollout_ahead": 2}),
     "ahead, two processes": (TWO, {"rollout_ahead": 2}),
-    "overlap: step": (ALONE, {"overlap": "step", "gradient_accumulation_steps": 2}),
 }
 
 

@@ -148,7 +148,7 @@ OURS = {
     *("skip_zero_advantages", "loss_defaults", "loss_kwargs", "kl_estimator", "kl_placement"),
     *("advantage_estimator", "advantage_kwargs", "missing_rewards", "loss_aggregation"),
     *("loss_aggregation_kwargs", "dynamic_sampling", "dynamic_sampling_max_rounds"),
-    *("completion_length_counts", "environment_waves", "rollout_engine", "rollout_device", "overlap"),
+    *("completion_length_counts", "environment_waves", "rollout_engine", "rollout_device"),
     *("rollout_ahead", "micro_batch_tokens", "vllm_weight_transfer"),
     *("vllm_dtype", "sampler_correction", "old_logps", "vllm_engine_kwargs", "rollout_drift", "rollout_drift_action"),
 }

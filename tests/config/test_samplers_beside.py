@@ -13,7 +13,7 @@ CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_ba
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 CASES = {
     "a process": ({"rollout_engine": "process"}, True),
-    "a server with overlap": ({**SERVER, "overlap": "step"}, True),
+    "a server, ahead": ({**SERVER, "rollout_ahead": 1, "max_steps": 2}, True),
     "a server": (SERVER, False),
     "neither": ({}, False),
 }
@@ -28,7 +28,7 @@ def test_rollouts_of_the_training_process_and_images_are_refused_beside_it(case,
     assert not [*rollout_problems(config, {"tools": None}), *image_problems(config, ["prompt"])]
 
 
-def test_a_server_samples_beside_the_training_only_with_overlap(tmp_path):
+def test_a_server_samples_beside_the_training_only_with_rollout_ahead(tmp_path):
     found = [samples_by_server(GRPOExtConfig(str(tmp_path), **CPU, **settings)) for settings, _ in CASES.values()]
     assert found == [False, True, False, False]
 
@@ -69,7 +69,6 @@ def test_a_correction_of_the_sampler_has_an_effect_with_older_weights(ahead, idl
 AHEAD_REFUSED = {
     "the trainer's own engine": ({"rollout_engine": "auto"}, "by a sampler that has older weights"),
     "colocated vLLM": ({"use_vllm": True, "vllm_mode": "colocate"}, "in turn with the training"),
-    "overlap": ({"overlap": "step"}, "is complete when it begins"),
     "stock TRL": ({"loss_defaults": "trl"}, "of its present weights"),
     "no correction": ({"vllm_importance_sampling_correction": False}, "would bias the gradient"),
     "fresh prompts on a server": ({**SERVER, "dynamic_sampling": "reward"}, "has the latest ones only"),
@@ -94,7 +93,7 @@ DEVICES = [(None, True), ("cuda", True), ("cuda:0", True), ("cuda:1", False), ("
 @pytest.mark.parametrize(("device", "shared"), DEVICES)
 def test_a_sampler_on_the_device_of_the_policy_is_warned_of(device, shared, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_ext.config.process_engine.planning", lambda: True)  # there is no such device here
-    for settings in (AHEAD, {"rollout_engine": "process", "overlap": "step"}, {"rollout_engine": "process"}):
+    for settings in (AHEAD, {"rollout_engine": "process"}):
         config = GRPOExtConfig(str(tmp_path), **(CPU | settings), rollout_device=device)
         assert not [problem for problem in warnings(config) if "one device" in problem.reason]
         config.use_cpu = False

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from grpo_ext.rollout.background import Background, Closed
-from grpo_ext.trainer.requests import ChunksInBackground
+from grpo_ext.trainer.leaves import LeavesInBackground
 
 
 def test_requests_end_in_their_order():
@@ -74,22 +74,25 @@ def test_closing_does_not_wait_for_ever(monkeypatch):
     end.set()
 
 
-def test_chunks_that_have_not_begun_fail_when_the_background_is_closed():
+def test_generations_that_have_not_begun_fail_when_the_background_is_closed():
     begun, end = threading.Event(), threading.Event()
 
     class Waiting:
-        def complete_chunks(self, chunks, done):
+        def completed(self, request):
             begun.set()
             end.wait(10)
             raise ValueError("of the sampler")
 
-    background = ChunksInBackground(Waiting())
-    first, second = background.submit(["a", "b"]), background.submit(["c"])
+        def scored(self, request, made):
+            pytest.fail("there is nothing to score")
+
+    background = LeavesInBackground(Waiting())
+    submitted = [background.submit(request) for request in "ab"]
     begun.wait(10)
     background.stop()
     end.set()
     background.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "grpo_ext background"]
-    for future in (*first, *second):
+    for future in (future for its in submitted for future in its):
         with pytest.raises((ValueError, Closed)):
             future.result(1)

@@ -137,22 +137,20 @@ def test_a_row_is_a_request_of_its_own_with_its_limit_and_a_seed_from_its_stream
     assert found[0].kept is None
 
 
-def test_each_row_is_handed_over_when_it_ends_in_the_thread_of_the_caller(sampler, generation, server):
+def test_rows_are_in_their_order_whichever_ends_first(sampler, generation):
     complete, ended = generation.vllm_client.complete, []
 
     def slow_for_first(prompts, **request):
         if prompts[0] == [1]:
             until(lambda: len(ended) == 2)
-        return complete(prompts, **request)
-
-    def done(number, row):
-        ended.append((number, row, threading.current_thread()))
+        answer = complete(prompts, **request)
+        ended.append(prompts[0])
+        return answer
 
     generation.vllm_client.complete = slow_for_first
-    found = sampler.sample(0, [[1], [2], [3]], [1] * 3, streams(1, 2, 3), done)
-    assert ended[-1][0] == 0
-    assert {number: row for number, row, _ in ended} == dict(enumerate(found))
-    assert {thread for *_, thread in ended} == {threading.current_thread()}
+    found = sampler.sample(0, [[1], [2], [3]], [1] * 3, streams(1, 2, 3))
+    assert ended[-1] == [1]
+    assert [row.ids[0] for row in found] == [1, 2, 3]
 
 
 def test_it_returns_the_tokens_that_a_truncated_server_kept(generation):

@@ -278,10 +278,10 @@ def test_a_process_that_decodes_for_long_shows_that_it_lives():
     from grpo_ext.rollout.process.child import _Heartbeat
 
     sent = []
-    beat = _Heartbeat(sent.append)
+    beat = _Heartbeat(lambda: sent.append(1))
     beat()
     assert sent == []
     beat._last -= 2.0
     beat()
     beat()
-    assert sent == [[]]
+    assert sent == [1]

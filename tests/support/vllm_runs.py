@@ -138,4 +138,4 @@ def steps(log):
 
 
 def drifts(log):
-    return [entry["sampling/drift_mean"] for entry in steps(log)]
+    return [entry["sampling/drift_mean"] for entry in steps(log) if "sampling/drift_mean" in entry]

@@ -25,10 +25,6 @@ RUNS = {
     "vespo": {"loss_type": "vespo", "advantage_estimator": "bernoulli"},
     "beta": {"loss_type": "beta_bnpo"},
     "played": {"advantage_estimator": "gigpo"},
-    "beside": {
-        **{"rollout_engine": "process", "overlap": "step"},
-        **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-    },
     "ahead": {"rollout_engine": "process", "rollout_ahead": 1, "max_steps": 2},
 }
 

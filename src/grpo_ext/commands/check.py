@@ -11,7 +11,6 @@ from grpo_ext.commands.launching import is_fsdp, wanted_launch
 from grpo_ext.commands.memory import copies, fitting, gib, of_recipe, too_large, too_many
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.config.ahead import described
-from grpo_ext.config.chunks import overlap
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
@@ -132,7 +131,6 @@ def _batch(recipe: Recipe, rows: int | None) -> Section:
         ),
         ("training rows", "not known before loading" if rows is None else f"{rows}"),
         ("optimizer steps", steps),
-        *([("overlap", overlap(c))] if c.overlap else []),
         *([("rollout_ahead", described(c))] if c.rollout_ahead else []),
     ]
 

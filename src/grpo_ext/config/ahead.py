@@ -57,11 +57,6 @@ AHEAD_RULES: tuple[Rule, ...] = (
         "Set rollout_engine: process, or use_vllm: true with vllm_mode: server.",
     ),
     Conflict.of(
-        "rollout_ahead overlap",
-        "a generation that is sampled ahead is complete when it begins to train",
-        "Remove one of them.",
-    ),
-    Conflict.of(
         "rollout_ahead loss_defaults=trl",
         "stock TRL trains on completions of its present weights",
         "Set loss_defaults: paper, or remove rollout_ahead.",

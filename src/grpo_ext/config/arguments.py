@@ -105,12 +105,6 @@ class GRPOExtArguments(GRPOConfig):
         "each machine's first process, and the others follow. None (default): the device that trains.",
     )
 
-    overlap: str | None = _field(
-        None,
-        "'step': groups train while the rest of their generation is still sampled and scored, by the weights of "
-        "before the step: the same numbers as without, up to rounding. Needs `rollout_engine` "
-        "'process'. None (default): off.",
-    )
     rollout_ahead: int = _field(
         0,
         "How many generations are sampled and scored while one trains: each is sampled by weights exactly this many "

@@ -4,7 +4,6 @@ from grpo_ext.config.ahead import AHEAD_RULES
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import BATCH_RULES
 from grpo_ext.config.broken import as_far_as_sound, without
-from grpo_ext.config.chunks import CHUNK_RULES
 from grpo_ext.config.engines import ENGINE_RULES
 from grpo_ext.config.fields import choice_problems, path_problems, range_problems, type_problems
 from grpo_ext.config.loss import LOSS_RULES
@@ -22,7 +21,7 @@ from grpo_ext.errors import Problem
 
 RELATIONS: tuple[Rule, ...] = (
     *(*BATCH_RULES, hardware_problems, *ENGINE_RULES, *VLLM_RULES, *SAMPLER_RULES, *RUN_RULES, *KEYWORD_RULES),
-    *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *CHUNK_RULES, *AHEAD_RULES, *PIECE_RULES),
+    *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *AHEAD_RULES, *PIECE_RULES),
 )
 """Rules between fields. A rule ends where it reads a field that is refused already, so each is about one matter."""
 

@@ -25,11 +25,12 @@ from grpo_ext.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-_EXCHANGED = {
+EXCHANGED = {
+    "overlap": "Set rollout_ahead: 1, which samples and scores a generation while the one before it trains.",
     "warmup_ratio": "Write warmup_steps: a value below 1 is a ratio.",
     "max_prompt_length": "Remove it, and leave longer prompts out of the dataset (a recipe has the key).",
 }
-"""Arguments of earlier versions of TRL and transformers, with what replaces them."""
+"""Arguments of earlier versions, also of TRL and transformers, with what replaces them."""
 
 
 @dataclass
@@ -46,7 +47,7 @@ class GRPOExtConfig(GRPOExtArguments):
         exact = all(p.kind is not p.VAR_KEYWORD for p in known.values())
         unknown = {name: value for name, value in given.items() if exact and name not in known}
         if unknown:
-            cures = {name: _EXCHANGED.get(name) or did_you_mean(name, known) for name in unknown}
+            cures = {name: EXCHANGED.get(name) or did_you_mean(name, known) for name in unknown}
             raise ConfigError([Problem(name, unknown[name], "no such argument", cures[name]) for name in unknown])
         return super().__new__(cls)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.rules import UPDATING, Conflict, Rule, columns_of_images, plain
+from grpo_ext.config.rules import Conflict, Rule, columns_of_images, plain
 from grpo_ext.errors import Problem
 
 PIECE_RULES: tuple[Rule, ...] = (
@@ -27,7 +27,7 @@ PIECE_RULES: tuple[Rule, ...] = (
     ),
     Conflict(
         "micro_batch_tokens optim",
-        lambda c: c.micro_batch_tokens is not None and plain(c.optim) in UPDATING,
+        lambda c: c.micro_batch_tokens is not None and plain(c.optim) in ("lomo", "adalomo"),
         "it updates the weights in its backward pass, before the last piece is computed",
         "Choose another optimizer, or unset micro_batch_tokens.",
     ),

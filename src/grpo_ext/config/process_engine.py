@@ -28,8 +28,7 @@ def samples_in_process(config: GRPOExtArguments) -> bool:
 
 def samples_by_server(config: GRPOExtArguments) -> bool:
     """Return whether a vLLM server samples while the policy trains."""
-    beside = config.overlap or config.rollout_ahead
-    return bool(beside and config.use_vllm and config.vllm_mode == "server")
+    return bool(config.rollout_ahead and config.use_vllm and config.vllm_mode == "server")
 
 
 def _inexact(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -74,15 +73,14 @@ def _undecodable(config: GRPOExtArguments) -> Iterator[Problem]:
 
 def same_device(config: GRPOExtArguments) -> Iterator[Problem]:
     """Warn of sampler and policy on one GPU, where their work adds up."""
-    if config.use_cpu or not samples_in_process(config) or not (config.overlap or config.rollout_ahead):
+    if config.use_cpu or not samples_in_process(config) or not config.rollout_ahead:
         return
     device = None if config.rollout_device is None else torch.device(config.rollout_device)
     if device is not None and (device.type == "cpu" or (device.index or 0) >= local_world_size()):
         return
-    name, value = _beside(config)
     reason = "sampler and policy compute on one device, so only the wait for rewards and environments is hidden"
-    cure = f"Set rollout_device to one that does not train, or remove {name}."
-    yield Problem(name, value, reason, cure, {"rollout_device": config.rollout_device})
+    cure = "Set rollout_device to one that does not train, or remove rollout_ahead."
+    yield Problem("rollout_ahead", config.rollout_ahead, reason, cure, {"rollout_device": config.rollout_device})
 
 
 PROCESS_RULES: tuple[Rule, ...] = (_inexact, _undecodable, _device)
@@ -96,9 +94,8 @@ def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> I
         if samples_in_process(config):
             yield Problem(name, ABSENT, f"{reason} by the process", _CURE, {"rollout_engine": "process"})
         elif samples_by_server(config):
-            setting, value = _beside(config)
-            cure = f"Remove it, or remove {setting}."
-            yield Problem(name, ABSENT, f"{reason} beside the training", cure, {setting: value})
+            cure, beside = "Remove it, or remove rollout_ahead.", {"rollout_ahead": config.rollout_ahead}
+            yield Problem(name, ABSENT, f"{reason} beside the training", cure, beside)
 
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
@@ -109,10 +106,5 @@ def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Proble
         reason = "the process does not take images"
         yield Problem("rollout_engine", "process", reason, "Set rollout_engine: auto.")
     elif samples_by_server(config):
-        setting, value = _beside(config)
-        yield Problem(setting, value, "images are not sampled beside the training", f"Remove {setting}.")
-
-
-def _beside(config: GRPOExtArguments) -> tuple[str, object]:
-    """Return the setting that lets a server sample beside the training, and its value."""
-    return ("overlap", config.overlap) if config.overlap else ("rollout_ahead", config.rollout_ahead)
+        reason = "images are not sampled beside the training"
+        yield Problem("rollout_ahead", config.rollout_ahead, reason, "Remove rollout_ahead.")

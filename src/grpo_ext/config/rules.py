@@ -10,8 +10,6 @@ from grpo_ext.errors import Problem
 
 Rule: TypeAlias = Callable[[GRPOExtArguments], Iterator[Problem]]
 """Takes a config and yields the problems of one matter."""
-UPDATING = ("lomo", "adalomo")
-"""Optimizers that update the weights in the backward pass."""
 IMAGE_COLUMNS = ("image", "images")
 """Dataset columns in which TRL looks for a prompt's images: one, or a list."""
 

@@ -188,7 +188,6 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.ROUNDING,
         rollout_device=Setting(text="Write cpu, cuda or cuda:1, or leave it out."),
-        overlap=Setting(choices=("step",), replay=None),
         environment_waves=Setting(choices=("ready", "turn")),
         vllm_tensor_parallel_size=Setting(COUNT),
     ),

@@ -37,8 +37,6 @@ class EstimatorTraits:
     """True if it is defined for rewards in [0, 1] only."""
     group_baseline: bool = True
     """True if rewards are compared within their group, so that a group of equal rewards has no signal."""
-    by_group: bool = False
-    """True if the advantages of a group depend on that group only, so that it may train before the others arrive."""
     outnumbered: str | None = None
     """The option that a group must hold more completions than."""
     trl: bool = False
@@ -115,13 +113,13 @@ def _in_unit_interval(rewards: Rewards, estimator: str, cure: str) -> Rewards:
     return rewards.clamp(0, 1)
 
 
-@estimators.register("group", trl=True, by_group=True)
+@estimators.register("group", trl=True)
 def group(rewards: Rewards, *, ddof: Ddof = 1, eps: NotNegative = 1e-4) -> Rewards:
     r"""(r - mean) / (std + eps) within the group. GRPO, arXiv:2402.03300 (no paper fixes ddof)."""
     return _centred(rewards) / (_std(rewards, ddof, dim=-1)[:, None] + eps)
 
 
-@estimators.register("none", trl=True, by_group=True)
+@estimators.register("none", trl=True)
 def none(rewards: Rewards) -> Rewards:
     r"""r - mean of the group: no division, hence no bias towards too easy or too hard prompts. arXiv:2503.20783."""
     return _centred(rewards)
@@ -133,7 +131,7 @@ def batch(rewards: Rewards, *, ddof: Ddof = 1, eps: NotNegative = 1e-4) -> Rewar
     return _centred(rewards) / (_std(rewards, ddof) + eps)
 
 
-@estimators.register("loo", by_group=True)
+@estimators.register("loo")
 def leave_one_out(rewards: Rewards) -> Rewards:
     r"""r_i - mean of the others = G/(G-1) (r_i - mean). RLOO, arXiv:2402.14740."""
     g = (~rewards.isnan()).sum(dim=-1, keepdim=True).to(rewards.dtype)
@@ -182,7 +180,7 @@ def _whitened(returns: Tensor, mask: Mask | None, ddof: int, floor: float) -> Te
     return (returns - counted.mean()) / _std(counted, ddof).clamp(min=floor)
 
 
-@estimators.register("maxrl", unit_rewards=True, by_group=True)
+@estimators.register("maxrl", unit_rewards=True)
 def maxrl(rewards: Rewards, *, eps: NotNegative = 1e-6) -> Rewards:
     r"""(r - mean) / (mean + eps) for rewards in [0, 1]. MaxRL, arXiv:2602.02710.
 
@@ -316,7 +314,7 @@ def bernoulli(
     return (unit - mu) / (mu * (1 - mu) + eps).sqrt()
 
 
-@estimators.register("pass_at_k", unit_rewards=True, outnumbered="k", by_group=True)
+@estimators.register("pass_at_k", unit_rewards=True, outnumbered="k")
 def pass_at_k(rewards: Rewards, *, k: Count = 2) -> Rewards:
     r"""G (pass@k of the group - pass@k of the others) for rewards 0 or 1: leave-one-out credit for pass@k.
 

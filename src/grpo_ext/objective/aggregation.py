@@ -6,7 +6,7 @@ depend on how the same completions are split over processes, micro-batches and a
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -29,8 +29,6 @@ class AggregationTraits:
     """True if a completion counts by its length."""
     completion_mean: bool = False
     """True if every completion counts the same."""
-    denominator: Literal["tokens", "sequences"] | None = None
-    """The only total that a share is divided by, where there is only one; `overlap: step` learns it last."""
 
 
 aggregations: Registry = Registry("loss_aggregation", AggregationTraits)
@@ -64,7 +62,7 @@ def token_sums(
     return torch.where(mask.bool(), per_token_loss, torch.zeros_like(per_token_loss)).sum(dim=-1)
 
 
-@aggregations.register("seq-mean-token-mean", additive=True, completion_mean=True, denominator="sequences")
+@aggregations.register("seq-mean-token-mean", additive=True, completion_mean=True)
 def seq_mean_token_mean(
     per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -73,7 +71,7 @@ def seq_mean_token_mean(
     return (token_sums(per_token_loss, mask) / n).sum() / totals.sequences.clamp(min=1)
 
 
-@aggregations.register("token-mean", additive=True, token_mean=True, denominator="tokens")
+@aggregations.register("token-mean", additive=True, token_mean=True)
 def token_mean(
     per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -81,7 +79,7 @@ def token_mean(
     return token_sums(per_token_loss, mask).sum() / totals.tokens.clamp(min=1)
 
 
-@aggregations.register("seq-mean-token-sum", additive=True, denominator="sequences")
+@aggregations.register("seq-mean-token-sum", additive=True)
 def seq_mean_token_sum(
     per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
@@ -89,7 +87,7 @@ def seq_mean_token_sum(
     return token_sums(per_token_loss, mask).sum() / totals.sequences.clamp(min=1)
 
 
-@aggregations.register("seq-mean-token-sum-norm", additive=True, denominator="sequences")
+@aggregations.register("seq-mean-token-sum-norm", additive=True)
 def seq_mean_token_sum_norm(
     per_token_loss: Float[Tensor, " batch #time"],
     mask: Shaped[Tensor, "batch time"],

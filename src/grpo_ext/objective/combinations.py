@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -11,16 +10,7 @@ from torch import Tensor
 from grpo_ext.objective.advantages import Rewards, _std, evened, extremes, only_signal
 from grpo_ext.registry import Registry
 
-
-@dataclass(frozen=True)
-class CombinationTraits:
-    """Properties of a combination that other modules use."""
-
-    by_group: bool = False
-    """True if it keeps an estimator's `by_group`."""
-
-
-combinations: Registry = Registry("multi_objective_aggregation", CombinationTraits)
+combinations: Registry = Registry("multi_objective_aggregation")
 FunctionRewards = Float[Tensor, "groups completions functions"]
 Advantages = Rewards | Float[Tensor, "groups completions time"]
 Estimator = Callable[[Rewards, int], Advantages]
@@ -69,7 +59,7 @@ def _renormalized(rewards: FunctionRewards, weights: Float[Tensor, " functions"]
     return weights * scale
 
 
-@combinations.register("sum_then_normalize", by_group=True)
+@combinations.register("sum_then_normalize")
 def sum_then_normalize(
     rewards: FunctionRewards,
     weights: Float[Tensor, " functions"],
@@ -129,7 +119,7 @@ def _estimated_sizes(
     return sizes
 
 
-@combinations.register("average_advantages", by_group=True)
+@combinations.register("average_advantages")
 def average_advantages(
     rewards: FunctionRewards, weights: Float[Tensor, " functions"], estimator: Estimator
 ) -> Advantages:

@@ -67,11 +67,6 @@ class SamplerRule:
         """True if single tokens are weighed or left out."""
         return self.level == "token"
 
-    @property
-    def of_the_batch(self) -> bool:
-        """True if a completion's weight depends on the other completions of the generation."""
-        return self.normalize or self.statistic == "m2"
-
     def describe(self) -> str:
         """Return the rule in words, such as "token ratio up to 2 (truncate)"."""
         bounds = [

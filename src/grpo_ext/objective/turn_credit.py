@@ -51,7 +51,7 @@ def on_tokens(values: TurnRewards, turns: TurnOfToken) -> TokenAdvantages:
     return torch.where(turns >= 0, values.gather(-1, turns.clamp(min=0)), 0.0)
 
 
-@estimators.register("turn_return", group_baseline=False, by_group=True)
+@estimators.register("turn_return", group_baseline=False)
 def turn_return(
     rewards: Rewards,
     turn_rewards: TurnRewards | None = None,
@@ -75,7 +75,7 @@ def turn_return(
     return on_tokens(values.view_as(at_turn).movedim(1, -1), turns)
 
 
-@estimators.register("gigpo", group_baseline=False, by_group=True)
+@estimators.register("gigpo", group_baseline=False)
 def gigpo(
     rewards: Rewards,
     turn_rewards: TurnRewards | None = None,

@@ -68,7 +68,7 @@ def regroup(micro_batches: Sequence[MicroBatch], window: int, skip_silent: bool 
     batches = []
     for begin in range(0, len(micro_batches), window):
         step = micro_batches[begin : begin + window]
-        together = joined(step)
+        together = _joined(step)
         prompt_mask = together["prompt_mask"].cpu().numpy()
         groups = groups_of(np.where(prompt_mask, together["prompt_ids"].cpu().numpy(), -1))
         cost = together["completion_mask"].sum(dim=1).cpu().numpy()
@@ -113,28 +113,16 @@ def _pieces_of(group: list[int], size: int, cost: np.ndarray) -> list[list[int]]
     return [part for part in parts if part]
 
 
-def joined(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
-    """Return all rows as one batch, padded to the longest prompt and the longest completion."""
-    widths = [batch["completion_ids"].shape[1] for batch in micro_batches]
+def _joined(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
+    """Return all rows as one batch; the micro-batches are of one width."""
 
-    def together(name: str) -> Any:
+    def together(name: str, first: Any) -> Any:
         values: list[Any] = [batch[name] for batch in micro_batches]  # type: ignore[literal-required]
-        if isinstance(values[0], list):
+        if isinstance(first, list):
             return [x for value in values for x in value]
-        if not isinstance(values[0], Tensor) or values[0].ndim == 0:
-            return values[0]
-        by_time = all(x.ndim == 2 and x.shape[1] == width for x, width in zip(values, widths, strict=True))
-        prompts = name.startswith("prompt_")
-        return torch.cat(as_wide(values, left=prompts) if prompts or by_time else values)
+        return torch.cat(values) if isinstance(first, Tensor) and first.ndim > 0 else first
 
-    names = [name for name in micro_batches[0] if all(name in batch for batch in micro_batches)]
-    return cast(MicroBatch, {name: together(name) for name in names})
-
-
-def as_wide(values: Sequence[Tensor], *, left: bool = False) -> list[Tensor]:
-    """Pad tensors [rows, time] with 0 to the widest."""
-    missing = [max(x.shape[1] for x in values) - x.shape[1] for x in values]
-    return [torch.nn.functional.pad(x, (n, 0) if left else (0, n)) for x, n in zip(values, missing, strict=True)]
+    return _changed(micro_batches[0], together)
 
 
 def _changed(batch: MicroBatch, change: Callable[[str, Any], Any]) -> MicroBatch:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.grpo_config import EXCHANGED, GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.parser import RecipeParser
@@ -52,7 +52,7 @@ def _unknown(key: str, value: object, known: Sequence[str]) -> tuple[str, str]:
     if isinstance(value, Mapping) and set(value) & set(known):
         inside = ", ".join(map(str, value))
         return reason, f"A recipe is flat: write {inside} without {key} above."
-    if (found := recognise.answer(key)) is not None:
+    if found := recognise.answer(key) or EXCHANGED.get(key):
         return reason, found
     hint = did_you_mean(key, known)
     return reason, hint if hint.startswith("Did") else "`grpo-ext train --help-all` lists all keys. Remove it."

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -75,10 +74,10 @@ def waits(scorer: Any) -> bool:
     return isinstance(scorer, AsyncComponent) or getattr(scorer, "is_async", False)
 
 
-def scoring_by(
+def scored_by(
     scorers: Sequence[Any], columns: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None
-) -> Future[dict[str, Scored]]:
-    """Score a batch by all functions as TRL does: one after the other, now, then the async ones together in `loop`.
+) -> dict[str, Scored]:
+    """Score a batch by all functions as TRL does: one after the other, then the async ones together in `loop`.
 
     Args:
         scorers: by `scorer_of`; models are left out.
@@ -91,19 +90,16 @@ def scoring_by(
         given, logged = _with_log(columns)
         scored[scorer.__name__] = Scored(scorer.scores(given), logged)
 
-    async def together(later: Sequence[Any]) -> dict[str, Scored]:
+    async def together(later: Sequence[Any]) -> None:
         logs = [_with_log(columns) for _ in later]
         found = await asyncio.gather(*(s.scores_async(given) for s, (given, _) in zip(later, logs, strict=True)))
         for scorer, scores, (_, logged) in zip(later, found, logs, strict=True):
             scored[scorer.__name__] = Scored(scores, logged)
-        return scored
 
     if later := [scorer for scorer in functions if waits(scorer)]:
         assert loop is not None
-        return asyncio.run_coroutine_threadsafe(together(later), loop)
-    known: Future[dict[str, Scored]] = Future()
-    known.set_result(scored)
-    return known
+        asyncio.run_coroutine_threadsafe(together(later), loop).result()
+    return scored
 
 
 def _with_log(columns: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:

@@ -31,14 +31,14 @@ class Generated(NamedTuple):
 
 @dataclass(frozen=True)
 class Finished:
-    """Rows that the background has completed and scored, one entry per row, for TRL's hooks to return."""
+    """Rows that the background has completed, one entry per row, for TRL's hooks to return once they are scored."""
 
     completion_ids: list[list[int]]
     logprobs: list[list[float | None]] | None
     """Log-probabilities of the sampled tokens, as TRL takes them; None where the trajectories have them."""
     completions: list[Any]
     """Completions as reward functions see them."""
-    scored: Mapping[str, Any]
+    scored: Mapping[str, Any] = field(default_factory=dict)
     """A `rewards.containment.Scored` for each reward function by name; models are scored on the main thread."""
     kept: list[Tensor] = field(default_factory=list)
     """The sets that a truncated sampler drew from, as in `Collected`."""
@@ -75,14 +75,6 @@ class Collected:
     """Tokens of the completions that were scored, which a subclass may have changed."""
     logged: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions logged for the table of completions."""
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    """Metrics that reward functions logged."""
-    passes: list[Tensor] = field(default_factory=list)
-    """Log-probabilities [rows, time] that passes over the generation have computed, in their order."""
-    part: bool = False
-    """Whether it is a chunk, whose figures are logged with those of its generation."""
-    replayed: bool = False
-    """Whether TRL gets `rewards` and `passes` as they are, in place of further ones."""
     ready: Finished | None = None
     """The background's results for the rows; None where they are generated now."""
 

@@ -4,8 +4,7 @@
 transformers. Samples have the distribution of `generate`, and greedy completions are identical to its own.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,10 +27,6 @@ _PROCESSORS = {
 }  # fmt: skip
 """Processors that treat each row independently."""
 _INPUTS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
-
-
-RowsEnded: TypeAlias = Callable[[list[int], Int[Tensor, "rows tokens"], Float[Tensor, "rows tokens"]], None]
-"""Takes the numbers of rows that have ended, their tokens, padded on the right, and the log-probabilities of these."""
 
 
 # Where decoding is exact.
@@ -107,7 +102,6 @@ def decode(
     drawn: Drawn | None = None,
     uniforms: Float[Tensor, "batch tokens"] | None = None,
     limits: Int[Tensor, " batch"] | None = None,
-    ended: RowsEnded | None = None,
     **inputs: Any,
 ) -> Int[Tensor, "batch time"]:
     """Complete every row of `input_ids`: a decoding method for `generate(custom_generate=...)`.
@@ -117,7 +111,6 @@ def decode(
         uniforms: numbers in [0, 1) by which tokens are sampled. A row's tokens then depend on its own numbers and
             logits only, not on the other rows.
         limits: most tokens of each row, besides the limit of `generation_config`; padding follows them.
-        ended: called when rows leave the batch.
 
     Raises:
         Unsupported: decoding would not be exact; another method has to generate the rows.
@@ -128,12 +121,10 @@ def decode(
     log = None if drawn is None else drawn.log
     logits = batch.prefill(marks)
     while True:
-        left = batch.append(batch.choose(logits, log))
-        if ended is not None and len(left):
-            ended(left.tolist(), *batch.sampled(left))
+        batch.append(batch.choose(logits, log))
         if not len(batch.rows):
             if drawn is not None and generation_config.do_sample:
-                drawn.logps.append(batch.sampled()[1])
+                drawn.logps.append(batch.drawn[:, input_ids.shape[1] : batch.length].log())
             return batch.completed()
         logits = batch.forward()
 
@@ -225,8 +216,8 @@ class _Batch:
         self.drawn[self.rows, self.length] = probabilities.gather(-1, tokens)[:, 0]
         return tokens[:, 0]
 
-    def append(self, tokens: Int[Tensor, " rows"]) -> Int[Tensor, " left"]:
-        """Add a token to each row; drop and return finished rows once they are more than `LEAVE` of the batch."""
+    def append(self, tokens: Int[Tensor, " rows"]) -> None:
+        """Add a token to each row; drop finished rows once they are more than `LEAVE` of the batch."""
         tokens = tokens.masked_fill(self.finished, self.pad)
         self.ids[:, self.length] = self.output[self.rows, self.length] = tokens
         self.length += 1
@@ -234,11 +225,8 @@ class _Batch:
         if self.limits is not None:
             self.finished = self.finished | (self.length - self.prompt >= self.limits[self.rows])
         done = int(self.finished.sum())
-        if done <= LEAVE * len(self.rows) and done < len(self.rows):
-            return self.rows[:0]
-        left = self.rows[self.finished]
-        self._keep(~self.finished)
-        return left
+        if done > LEAVE * len(self.rows) or done == len(self.rows):
+            self._keep(~self.finished)
 
     def _keep(self, live: Bool[Tensor, " rows"]) -> None:
         """Drop all other rows."""
@@ -251,12 +239,6 @@ class _Batch:
                 processor.prompt_ignore_length = ignored.to(rows.device)[rows]
         if len(rows) and self.rows_kept is not None:
             self.rows_kept.take(rows)
-
-    def sampled(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the tokens of rows, or of all, with their log-probabilities."""
-        every = slice(None) if rows is None else rows
-        tokens = slice(self.prompt, self.length)
-        return self.output[every, tokens], self.drawn[every, tokens].log()
 
     def completed(self) -> Int[Tensor, "batch time"]:
         """Return all rows in their order, padded on the right."""

@@ -37,21 +37,15 @@ class KeptLog:
         self._rows.append(rows[row].int())
         self._ids.append(ids.int())
 
-    def sets(
-        self, completions: Sequence[Sequence[int]], numbers: Sequence[int] | None = None
-    ) -> list[Int[Tensor, " numbers"]]:
-        """Return the sets of each completion, as in `packing.kept`, of all rows or of those with `numbers`."""
-        numbers = range(self.rows) if numbers is None else numbers
-        rows, ids = torch.cat(self._rows), torch.cat(self._ids)
-        wanted = torch.zeros(self.rows, dtype=torch.bool, device=rows.device)
-        wanted[list(numbers)] = True
-        rows, ids = (x[wanted[rows]].cpu() for x in (rows, ids))
-        counts = torch.stack(self._counts, dim=1).cpu() * wanted[:, None].cpu()
+    def sets(self, completions: Sequence[Sequence[int]]) -> list[Int[Tensor, " numbers"]]:
+        """Return the sets of each completion, as in `packing.kept`."""
+        counts = torch.stack(self._counts, dim=1).cpu()
+        rows, ids = torch.cat(self._rows).cpu(), torch.cat(self._ids).cpu()
         by_row = ids[rows.argsort(stable=True)].split(counts.abs().long().sum(dim=1).tolist())
         found = []
-        for number, completion in zip(numbers, completions, strict=True):
-            of_row = counts[number, : len(completion)]
-            found.append(encoded(of_row, by_row[number][: int(of_row.abs().sum())]))
+        for of_row, row_ids, completion in zip(counts, by_row, completions, strict=True):
+            of_row = of_row[: len(completion)]
+            found.append(encoded(of_row, row_ids[: int(of_row.abs().sum())]))
         return found
 
 

@@ -1,7 +1,7 @@
-"""Keep an evaluation, or a step that fails, from changing the random numbers of the training that follows."""
+"""Keep an evaluation from changing the random numbers of the training that follows."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,25 +11,15 @@ import torch
 @contextmanager
 def random_streams_kept() -> Iterator[None]:
     """Restore the random states of Python, numpy and torch, on the CPU and on this process's device."""
-    restore = random_streams()
-    try:
-        yield
-    finally:
-        restore()
-
-
-def random_streams() -> Callable[[], None]:
-    """Return a function that restores the random states of now."""
     python, numeric, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     found = torch.accelerator.current_accelerator(check_available=True)
     device = None if found is None else torch.get_device_module(found)
     of_device = None if device is None else device.get_rng_state()
-
-    def restore() -> None:
+    try:
+        yield
+    finally:
         random.setstate(python)
         np.random.set_state(numeric)
         torch.set_rng_state(cpu)
         if device is not None:
             device.set_rng_state(of_device)
-
-    return restore

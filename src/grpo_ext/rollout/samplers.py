@@ -1,6 +1,6 @@
 """Protocol of samplers beside the policy: they sample by numbered copies of its weights, while it trains."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
@@ -23,10 +23,6 @@ class Sampled(NamedTuple):
     """Sets that a truncated sampler drew the tokens from, as in `packing.kept`; None where the loss needs none."""
 
 
-RowEnded = Callable[[int, Sampled], None]
-"""Takes the number of a row that has ended, and its completion."""
-
-
 class Sampler(Protocol):
     """Samples completions beside the training of the policy; one for each process."""
 
@@ -44,12 +40,7 @@ class Sampler(Protocol):
         """Return a copy of a version for `publish`, to be stored; None where it cannot take one."""
 
     def sample(
-        self,
-        version: int,
-        contexts: list[list[int]],
-        limits: list[int],
-        streams: Sequence[np.random.Generator],
-        done: RowEnded | None = None,
+        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
     ) -> list[Sampled]:
         """Sample a completion after each context.
 
@@ -61,7 +52,6 @@ class Sampler(Protocol):
             contexts: token ids.
             limits: most tokens of each completion.
             streams: source of the random numbers of each row; a row takes as many as its limit, or one seed.
-            done: may be called when a row ends, before all have.
         """
 
     def forget(self, version: int) -> None:

@@ -9,30 +9,29 @@ background has made of it.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from accelerate.utils import gather_object
 
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.errors import ConfigError, Problem, SamplerLost
 from grpo_ext.rollout.collected import Collected, Finished
-from grpo_ext.rollout.samplers import Sampler
+from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.schedule import Orders, Schedule
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.generating import GeneratingTrainer
 from grpo_ext.trainer.in_flight import InFlight
-from grpo_ext.trainer.leaves import Completed, LeavesInBackground, Request, Submitted
-from grpo_ext.trainer.requests import leaves_of, request_of, taken
+from grpo_ext.trainer.leaves import LeavesInBackground, Request, Submitted, done, leaves_of, request_of
+from grpo_ext.waiting import POLL_SECONDS, SIGNALLED, leaving
 
 Rows = list[dict[str, Any]]
-T = TypeVar("T")
 
 
 @dataclass
@@ -105,7 +104,7 @@ class AheadTrainer(GeneratingTrainer):
                 self._submit(ahead, window, version, count, finished, step)
             else:
                 next(ahead.drawn)
-                ahead.asked[window] = None, Submitted(_done(Completed.of(finished)), _done(finished))
+                ahead.asked[window] = None, Submitted(done(finished), done(finished))
         return ahead
 
     def _obey(self, ahead: Ahead, sampler: Sampler, orders: Orders, count: int) -> None:
@@ -143,15 +142,14 @@ class AheadTrainer(GeneratingTrainer):
         dataset: Any = self.train_dataset
         rows = [dataset[i] for i in next(ahead.drawn)[first : first + count]]
         request = request_of(self, rows, self.attempts_of(window, count), version, step)
-        made = None if finished is None else Completed.of(finished)
-        ahead.asked[window] = request, ahead.background.submit(request, made)
+        ahead.asked[window] = request, ahead.background.submit(request, finished)
 
     def _take(self, ahead: Ahead, window: int, rows: Rows) -> Finished:
         """Wait for the completions of the window that begins to train.
 
         Raises:
             ConfigError: the dataloader has other rows.
-            SamplerLost: or ServerLost, the sampler is lost on this or another process.
+            SamplerLost: or ServerLost, the sampler is lost on this or another process, or a signal ends the run.
         """
         request, submitted = ahead.asked[window]
         if request is not None and [row["prompt"] for row in request.rows] != [row["prompt"] for row in rows]:
@@ -159,8 +157,11 @@ class AheadTrainer(GeneratingTrainer):
             cure = "Remove it, or what changes rows or their order on the way."
             raise ConfigError([Problem("rollout_ahead", self.args.rollout_ahead, reason, cure)])
         began, metrics = time.monotonic(), self._metrics["train"]
-        with self._times.during("rollout"):
-            finished = taken(submitted.finished)
+        with self._times.during("rollout"), failing_together():
+            while not wait([submitted.finished], POLL_SECONDS).done:
+                if leaving.is_set():
+                    raise SamplerLost(f"generation {window}, sampled ahead: {SIGNALLED}")
+            finished = submitted.finished.result()
         metrics["overlap/waited"].append(time.monotonic() - began)
         metrics["overlap/rollout_seconds"].append(finished.seconds)
         metrics["overlap/age"].append(float(self._age))
@@ -191,9 +192,15 @@ class AheadTrainer(GeneratingTrainer):
         return super().background_paused()
 
     def close_rewards(self) -> None:
-        """End what samples, scores and plays ahead."""
+        """End what samples, scores and plays ahead, and first what that waits for."""
         if self._ahead is not None:
-            self._end_background(self._ahead.background)
+            self._ahead.background.stop()
+            if self.reward_runtime is not None:
+                self.reward_runtime.interrupt()
+            for processes in (self.acting, self._beside):
+                if processes is not None:
+                    processes.close()
+            self._ahead.background.close()
             self._ahead = None
         super().close_rewards()
 
@@ -250,9 +257,3 @@ def upcoming(sampler: Any, rows: int) -> Iterator[list[int]]:
         drawn = iter(sampler)
         while len(numbers := list(islice(drawn, rows))) == rows:
             yield numbers
-
-
-def _done(result: T) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_result(result)
-    return future

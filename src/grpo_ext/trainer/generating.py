@@ -37,8 +37,6 @@ from grpo_ext.trainer.batches import no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.crediting import CreditingTrainer, replace_tail
 from grpo_ext.trainer.diagnosis.recording import DRAWN
-from grpo_ext.trainer.leaves import LeavesInBackground
-from grpo_ext.trainer.requests import ChunksInBackground
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler, forget_figures_of_trl
 from grpo_ext.trainer.seeing import check_fields, check_seen, images_of_tools
@@ -60,7 +58,6 @@ class GeneratingTrainer(CreditingTrainer):
     _older: bool
     """Whether completions are of older weights."""
     _pending_extra_logs: Any
-    _pending_metrics: Any
     _rewards: RewardCollector
     _times: StepTimes
     model_wrapped: Any
@@ -254,8 +251,7 @@ class GeneratingTrainer(CreditingTrainer):
         ready = self._collecting.ready
         played = self._played_now(self.acting, self._collecting) if ready is None else ready.played
         metrics = self._metrics["train" if self.model.training else "eval"]
-        figures = {} if self._collecting.part else self.acting.figures(played, self.accelerator)
-        for name, value in figures.items():
+        for name, value in self.acting.figures(played, self.accelerator).items():
             metrics[name].append(value)
         return {"trajectories": [trajectory for trajectory, _ in played]}
 
@@ -292,10 +288,9 @@ class GeneratingTrainer(CreditingTrainer):
     ) -> Tensor:
         collected = self._collecting or Collected(inputs)
         collected.scored_ids = completion_ids_list
-        if collected.settled or collected.replayed:
+        if collected.settled:
             assert collected.rewards is not None
             self._pending_extra_logs.update(collected.logged)
-            self._pending_metrics.update(collected.metrics)
             return collected.rewards
         self._rewards.schedule_weights(self.reward_weights, self.state)
         with self._filling(collected), self._times.during("rewards"):
@@ -309,18 +304,7 @@ class GeneratingTrainer(CreditingTrainer):
                 self._pending_extra_logs[name].extend(values)
         collected.rewards, collected.turn_rewards = rewards, self._rewards.turn_rewards(collected, len(completions))
         collected.logged = {name: list(values) for name, values in self._pending_extra_logs.items()}
-        collected.metrics = {name: list(values) for name, values in self._pending_metrics.items()}
         return rewards
-
-    def _end_background(self, background: LeavesInBackground | ChunksInBackground) -> None:
-        """End threads that sample, play and score, and first what they wait for."""
-        background.stop()
-        if self.reward_runtime is not None:
-            self.reward_runtime.interrupt()
-        for processes in (self.acting, self._beside):
-            if processes is not None:
-                processes.close()
-        background.close()
 
     def close_rewards(self) -> None:
         """End the processes beside this one, which would wait for the next batch; let other runs have the server."""
@@ -333,25 +317,7 @@ class GeneratingTrainer(CreditingTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
-        if self._collecting is not None:  # a chunk of a generation
-            return self._complete(self._collecting, mode)
-        return self._complete(self._begun(inputs, mode), mode)
-
-    def _begun(self, rows: list[dict[str, Any]], mode: str) -> Collected:
-        """Return a generation for TRL's hooks to fill; with dynamic sampling it is filled already."""
-        attempts = self.attempt_ids(len(rows))
-        if self._sampler is None or mode != "train":
-            return Collected(rows, attempts, ready=self._finished(attempts))
-        silent = partial(self._credit.silent_groups, weights=self.reward_weights, group=self.num_generations)
-        seen = self.state.num_input_tokens_seen
-        try:
-            return self._sampler.settle(rows, attempts, self.collect, silent, self._metrics[mode])
-        except BaseException:
-            self.state.num_input_tokens_seen = seen
-            raise
-
-    def _complete(self, collected: Collected, mode: str) -> dict[str, Any]:
-        """Return the batch of a generation, which TRL fills unless it is settled or ready."""
+        collected = self._begun(inputs, mode)
         if self._first_logps is None:
             self.check_reference()
         scored = (
@@ -396,6 +362,19 @@ class GeneratingTrainer(CreditingTrainer):
             # behind the advantages, whose baselines are of all completions, also of rejected ones
             output |= correct_sampler(self.args.sampler_rules, early, output, self._metrics[mode], self.accelerator)
         return output
+
+    def _begun(self, rows: list[dict[str, Any]], mode: str) -> Collected:
+        """Return a generation for TRL's hooks to fill; with dynamic sampling it is filled already."""
+        attempts = self.attempt_ids(len(rows))
+        if self._sampler is None or mode != "train":
+            return Collected(rows, attempts, ready=self._finished(attempts))
+        silent = partial(self._credit.silent_groups, weights=self.reward_weights, group=self.num_generations)
+        seen = self.state.num_input_tokens_seen
+        try:
+            return self._sampler.settle(rows, attempts, self.collect, silent, self._metrics[mode])
+        except BaseException:
+            self.state.num_input_tokens_seen = seen
+            raise
 
     @property
     def _sampler_corrected(self) -> bool:

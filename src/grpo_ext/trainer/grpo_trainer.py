@@ -35,6 +35,7 @@ from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
 from grpo_ext.trainer.acting import Acting
+from grpo_ext.trainer.ahead import AheadTrainer
 from grpo_ext.trainer.batches import (
     Generation,
     RecordedBatches,
@@ -46,7 +47,6 @@ from grpo_ext.trainer.batches import (
 )
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
-from grpo_ext.trainer.chunks import ChunkTrainer
 from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
 from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows, log_weights
 from grpo_ext.trainer.evaluating import batch_weight
@@ -73,7 +73,7 @@ from grpo_ext.trainer.setup import (
 logger = logging.getLogger(__name__)
 
 
-class GRPOExtTrainer(ChunkTrainer):
+class GRPOExtTrainer(AheadTrainer):
     """`trl.GRPOTrainer` whose `loss_type` names a row of `grpo_ext.objective.losses`; takes the same arguments.
 
     Raises:
@@ -183,7 +183,6 @@ class GRPOExtTrainer(ChunkTrainer):
             self.acting = Acting(ready.environments, copy.deepcopy(self._tokenizer), reward_memory_gib)
         self._set_up_rollouts()
         self._set_up_forward()
-        self._set_up_chunks()
         self._add_callbacks()
         self._rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
         self.reward_runtime = self._rewards.runtime
@@ -276,15 +275,11 @@ class GRPOExtTrainer(ChunkTrainer):
         collected = self._collecting
         if collected is None:
             return self._scorer.tokens(*args, **kwargs)
-        if collected.replayed:
-            return collected.passes.pop(0), None, None
         if collected.trajectories:  # TRL does not know how their tokens are connected
             kwargs["parents"] = parents_of(collected.trajectories, args[3])
         if collected.images:  # TRL's are of the whole generation
             kwargs = {name: value for name, value in kwargs.items() if name not in self._scorer.multimodal}
-        scores = self._scorer.tokens(*args, **(kwargs | collected.lists))
-        collected.passes.append(scores[0])
-        return scores
+        return self._scorer.tokens(*args, **(kwargs | collected.lists))
 
     def _scores(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None) -> Scores:
         """Score a micro-batch: one forward for the loss and for old log-probabilities."""

@@ -7,12 +7,11 @@ return what was finished here. So nothing here reads what the main thread change
 import copy
 import time
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
@@ -21,16 +20,17 @@ from grpo_ext.data.chat_template import splits_reasoning
 from grpo_ext.environments.loop import AttemptLimits
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import COLUMN, batch
-from grpo_ext.rewards.containment import Scored, scoring_by
+from grpo_ext.rewards.containment import scored_by
 from grpo_ext.rollout.background import Background
 from grpo_ext.rollout.collected import Finished
-from grpo_ext.rollout.samplers import RowEnded, Sampled, Sampler
+from grpo_ext.rollout.samplers import Sampler
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
 from grpo_ext.rollout.turn_engines import SamplerEngine
-from grpo_ext.trainer.acting import Acting, Played
+from grpo_ext.trainer.acting import Acting, Played, limits_of, positions_of
 
 Row = dict[str, Any]
+T = TypeVar("T")
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a row that TRL does not pass to rewards under their own name."""
 
@@ -56,14 +56,6 @@ class Request:
     state: TrainerState
 
 
-def joined_requests(parts: Sequence[Request]) -> Request:
-    """Return the request for the rows of all parts, which differ in nothing else."""
-    rows, attempts = [x for part in parts for x in part.rows], [x for part in parts for x in part.attempts]
-    return replace(
-        parts[0], rows=rows, attempts=attempts, prompt_ids=[ids for part in parts for ids in part.prompt_ids]
-    )
-
-
 @dataclass(frozen=True)
 class Play:
     """Plays environments.
@@ -87,40 +79,17 @@ class Play:
         return self.acting.play(request.rows, attempts, engine, self.limits, renderer)
 
 
-class Completed(NamedTuple):
-    """Completions of a request, as in `Finished`."""
-
-    completion_ids: list[list[int]]
-    logprobs: list[list[float | None]] | None
-    kept: list[Tensor]
-    played: Played
-    completions: list[Any]
-    seconds: float = 0.0
-
-    @classmethod
-    def of(cls, finished: Finished) -> "Completed":
-        """Return completions without their scores."""
-        made = finished.completion_ids, finished.logprobs, finished.kept, finished.played, finished.completions
-        return cls(*made, finished.seconds)
-
-    def with_scores(self, scored: Mapping[str, Scored]) -> Finished:
-        """Return completions with their scores."""
-        return Finished(*self[:2], self.completions, scored, self.kept, self.played, self.seconds)
-
-
 class Submitted(NamedTuple):
     """The background's results for a request; each future gets its result, or the exception that ended it."""
 
-    completed: Future[Completed]
+    completed: Future[Finished]
+    """Completions without scores."""
     finished: Future[Finished]
 
     def made(self) -> Finished | None:
         """Return what is there by now: completions with scores, or without; None if there are no completions."""
-        if self.finished.done() and self.finished.exception() is None:
-            return self.finished.result()
-        if self.completed.done() and self.completed.exception() is None:
-            return self.completed.result().with_scores({})
-        return None
+        ended = (future for future in (self.finished, self.completed) if future.done() and not future.exception())
+        return next((future.result() for future in ended), None)
 
 
 class Leaves:
@@ -154,81 +123,38 @@ class Leaves:
         self._processing: Any = copy.deepcopy(processing_class)
         self._tokenizer: Any = getattr(self._processing, "tokenizer", self._processing)
 
-    def completed(self, request: Request) -> Completed:
+    def completed(self, request: Request) -> Finished:
         """Sample the completions of a request, or play its environments."""
         began = time.monotonic()
         made = self._sampled(request) if self.play is None else self._played(request, self.play)
-        return made._replace(seconds=time.monotonic() - began)
+        return replace(made, seconds=time.monotonic() - began)
 
-    def complete_chunks(self, chunks: Sequence[Request], done: Callable[[int, Completed], None]) -> None:
-        """Complete the chunks of a generation as one batch; call `done` with the number of each that has ended."""
-        every = joined_requests(chunks)
-        of_chunk = [i for i, chunk in enumerate(chunks) for _ in chunk.rows]
-        if self.play is not None:
-            played = list(self.play(every, self.sampler))
-            for i, chunk in enumerate(chunks):
-                done(i, self._of_played(chunk, [game for game, its in zip(played, of_chunk, strict=True) if its == i]))
-            return
-        ended: list[dict[int, Sampled]] = [{} for _ in chunks]
-
-        def row_ended(row: int, sampled: Sampled) -> None:
-            i = of_chunk[row]
-            ended[i][row] = sampled
-            if len(ended[i]) == len(chunks[i].rows):
-                done(i, self._of_sampled(chunks[i], [ended[i][number] for number in sorted(ended[i])]))
-
-        for row, sampled in enumerate(self._sample(every, row_ended)):
-            if row not in ended[of_chunk[row]]:
-                row_ended(row, sampled)
-
-    def scored(self, request: Request, made: Completed) -> Finished:
+    def scored(self, request: Request, made: Finished) -> Finished:
         """Score completions by all functions; models score on the main thread."""
         began = time.monotonic()
-        finished = self.scoring(request, made).result()
-        return replace(finished, seconds=made.seconds + time.monotonic() - began)
-
-    def scoring(self, request: Request, made: Completed) -> Future[Finished]:
-        """Score completions by all functions but the async ones, which the result waits for."""
         rows = [dict(row) for row in request.rows]
         for row, (trajectory, _) in zip(rows, made.played, strict=False):
             row[COLUMN] = trajectory
         columns = _columns(rows, made.completions, made.completion_ids, request.state)
-        finished: Future[Finished] = Future()
+        scored = scored_by(self.scorers, columns, self.loop)
+        return replace(made, scored=scored, seconds=made.seconds + time.monotonic() - began)
 
-        def end(scored: Future[dict[str, Scored]]) -> None:
-            if (error := scored.exception()) is not None:
-                finished.set_exception(error)
-            else:
-                finished.set_result(made.with_scores(scored.result()))
-
-        scoring_by(self.scorers, columns, self.loop).add_done_callback(end)
-        return finished
-
-    def _sampled(self, request: Request) -> Completed:
-        return self._of_sampled(request, self._sample(request))
-
-    def _sample(self, request: Request, done: RowEnded | None = None) -> list[Sampled]:
+    def _sampled(self, request: Request) -> Finished:
         streams = [attempt.stream() for attempt in request.attempts]
-        limits = [self.limit] * len(streams)
-        reports = {} if done is None else {"done": done}
-        return self.sampler.sample(request.version, request.prompt_ids, limits, streams, **reports)
-
-    def _of_sampled(self, request: Request, sampled: Sequence[Sampled]) -> Completed:
+        sampled = self.sampler.sample(request.version, request.prompt_ids, [self.limit] * len(streams), streams)
         ids = [list(one.ids) for one in sampled]
         logprobs: list[list[float | None]] = [list(one.logps) for one in sampled]
         fill_empty(ids, logprobs, self.eos_token_id)
         kept = [one.kept for one in sampled if one.kept is not None]
-        return Completed(ids, logprobs, kept, (), self._texts(request.rows, request.prompt_ids, ids))
+        return Finished(ids, logprobs, self._texts(request.rows, request.prompt_ids, ids), kept=kept)
 
-    def _played(self, request: Request, play: Play) -> Completed:
-        return self._of_played(request, play(request, self.sampler))
-
-    def _of_played(self, request: Request, played: Played) -> Completed:
+    def _played(self, request: Request, play: Play) -> Finished:
+        played = play(request, self.sampler)
         trajectories = [trajectory for trajectory, _ in played]
         made = batch(trajectories, self.ends)
         fill_empty(made.completion_ids, None, self.eos_token_id)
         texts = self._texts(request.rows, made.prompt_ids, made.completion_ids)
-        return Completed(made.completion_ids, None, [], played, completions_seen(trajectories, texts))
+        return Finished(made.completion_ids, None, completions_seen(trajectories, texts), played=played)
 
     def _texts(self, rows: Sequence[Row], prompt_ids: list[list[int]], ids: list[list[int]]) -> list[Any]:
         """Decode completions as TRL does."""
@@ -251,6 +177,52 @@ def _columns(
     return {**given, **batch_of, "trainer_state": state}
 
 
+def leaves_of(trainer: Any, sampler: Sampler) -> Leaves:
+    """Return what completes and scores rows for a trainer."""
+    args, play = trainer.args, None
+    if trainer.acting is not None:
+        positions = positions_of(trainer.accelerator.unwrap_model(trainer.model), args)
+        limits = limits_of(args, positions, frozenset(trainer.eos_token_ids))
+        waits = args.environment_waves == "turn"
+        play = Play(trainer.acting, limits, waits, trainer.chat_template_kwargs)
+    return Leaves(
+        sampler,
+        trainer._rewards.scorers,
+        trainer.processing_class,
+        limit=args.max_completion_length,
+        ends={*trainer.eos_token_ids, trainer._tokenizer.pad_token_id},
+        eos_token_id=trainer._tokenizer.eos_token_id,
+        play=play,
+        loop=getattr(trainer, "async_loop", None),
+    )
+
+
+def request_of(
+    trainer: Any, rows: Sequence[Row], attempts: Sequence[AttemptId], version: int, step: int | None = None
+) -> Request:
+    """Return the request for a trainer's rows; main thread.
+
+    Args:
+        trainer: the trainer.
+        rows: of the dataset.
+        attempts: identity of each row's attempt.
+        version: number of the weights that sample, as published to the sampler.
+        step: optimizer steps that made these weights; by default all that have been made.
+    """
+    step = trainer.state.global_step if step is None else step
+    prompts = [] if trainer.acting is not None else copy.deepcopy([row["prompt"] for row in rows])
+    ids = trainer._tokenize_prompts(prompts)[0] if prompts else []
+    known = [row for row in trainer.state.log_history if row.get("step", 0) <= step]
+    return Request(rows, ids, attempts, version, step, replace(trainer.state, global_step=step, log_history=known))
+
+
+def done(result: T) -> Future[T]:
+    """Return a future that has its result."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
 class LeavesInBackground:
     """Two threads: one completes requests, the other scores what is complete, both in the order of the requests.
 
@@ -260,15 +232,13 @@ class LeavesInBackground:
 
     def __init__(self, leaves: Leaves) -> None:
         self._completing = Background(leaves.completed)
-        self._scoring: Background[tuple[Request, Future[Completed]], Finished] = Background(
+        self._scoring: Background[tuple[Request, Future[Finished]], Finished] = Background(
             lambda asked: leaves.scored(asked[0], asked[1].result())
         )
 
-    def submit(self, request: Request, made: Completed | None = None) -> Submitted:
+    def submit(self, request: Request, made: Finished | None = None) -> Submitted:
         """Queue a request, or only the scoring of what was `made` of it."""
-        completed: Future[Completed] = Future() if made is not None else self._completing.submit(request)
-        if made is not None:
-            completed.set_result(made)
+        completed = self._completing.submit(request) if made is None else done(made)
         return Submitted(completed, self._scoring.submit((request, completed)))
 
     def stop(self) -> None:

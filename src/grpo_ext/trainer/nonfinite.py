@@ -92,11 +92,6 @@ class NonFiniteGuard:
             loss = loss * torch.where(self._bad, torch.nan, 1.0)  # which shows in the gradients
         return loss
 
-    def scale_losses(self, factor: float) -> None:
-        """Multiply the kept losses of the step, as its gradient was."""
-        for micro_batch in self.window:
-            micro_batch.computed["loss"] = micro_batch.computed["loss"] * factor
-
     @property
     def _deepspeed(self) -> bool:
         return self.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED

@@ -50,9 +50,9 @@ def number(path) -> float:
     return float(path.read_text())
 
 
-def assert_nothing_lost_or_counted_twice(log, output, batch=BATCH):
+def assert_nothing_lost_or_counted_twice(log, output, batch=BATCH, compared=STEPS):
     assert [entry["step"] for entry in steps(log)] == list(range(1, STEPS + 1))
-    assert len(drifts(log)) == STEPS
+    assert len(drifts(log)) == compared
     assert max(drifts(log)) < FLOAT32
     assert number(output / "scored_0") == STEPS * batch
 
@@ -87,22 +87,23 @@ def test_all_processes_end_when_the_server_stays_away_and_resume_when_it_is_back
     assert max(drifts(log)) < FLOAT32
 
 
-OVERLAP = LONG | {"overlap": "step", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+AHEAD = LONG | {"rollout_ahead": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
 
 
 def test_a_server_that_dies_beside_the_training_gets_weights_and_requests_again(served, tied, address, tmp_path):
     served.wait()
     restarts = served.restarted_after_death(1, pause=1.0)
-    fault = {"faults": {"generation": 1}, "signal": "SIGKILL", "config": OVERLAP}
+    fault = {"faults": {"generation": 1}, "signal": "SIGKILL", "config": AHEAD}
     log, _, _ = train(tmp_path, "server", tied, launch=DDP, **address, **fault)
     restarts.join(1)
     assert not restarts.is_alive()
-    assert_nothing_lost_or_counted_twice(log, tmp_path, batch=16)
+    # only the first generation is of the weights that train on it
+    assert_nothing_lost_or_counted_twice(log, tmp_path, batch=16, compared=1)
 
 
 def test_all_processes_end_when_the_server_beside_their_training_stays_away(served, tied, address, tmp_path):
     served.wait()
-    fault = {"faults": {"generation": 1}, "signal": "SIGKILL", "config": OVERLAP | {"vllm_server_timeout": AWAY}}
+    fault = {"faults": {"generation": 1}, "signal": "SIGKILL", "config": AHEAD | {"vllm_server_timeout": AWAY}}
     _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, **fault)
     assert code != 0
     assert "did not recover within vllm_server_timeout=30 s" in said

@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 from grpo_ext.rollout.decoding import decode
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.process.memory_file import load
-from grpo_ext.rollout.process.messages import Ended, Failure, Machine, ModelSpec, Request, Start
+from grpo_ext.rollout.process.messages import Failure, Machine, ModelSpec, Request, Start
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 
@@ -69,7 +69,8 @@ def _serve(connection: Connection) -> None:
             file = recv_handle(connection)
             load(decoder.model, request.weights, file)
             os.close(file)
-        decoder.sample(request, lambda rows: connection.send_bytes(pickle.dumps(rows)))
+        sampled = decoder.sample(request, _Heartbeat(lambda: connection.send_bytes(pickle.dumps([]))))
+        connection.send_bytes(pickle.dumps(sampled))
 
 
 class Decoder:
@@ -81,34 +82,27 @@ class Decoder:
         self.model = built(start.model, self.device)
 
     @torch.no_grad()
-    def sample(self, request: Request, send: Callable[[Ended], None]) -> None:
-        """Sample a completion after each context, as the trainer would in its own process; send rows as they end."""
-        settings = self.settings
+    def sample(self, request: Request, after_forward: Callable[..., None]) -> list[Sampled]:
+        """Sample a completion after each context, as the trainer would in its own process."""
+        settings, count = self.settings, len(request.contexts)
         ids, mask = padded(request.contexts, settings.pad, settings.multiple)
-        log = KeptLog(len(request.contexts)) if settings.keeps else None
-
-        def ended(numbers: list[int], tokens: Tensor, logps: Tensor) -> None:
-            rows = zip(numbers, tokens.tolist(), strict=True)
-            found = [self._ended(row[: request.limits[number]]) for number, row in rows]
-            kept = [None] * len(found) if log is None else log.sets(found, numbers)
-            of_rows = zip(numbers, found, logps.tolist(), kept, strict=True)
-            send([(number, Sampled(row, its[: len(row)], sets)) for number, row, its, sets in of_rows])
-
+        drawn = Drawn(log=KeptLog(count) if settings.keeps else None)
         method = partial(
-            decode,
-            drawn=Drawn(log=log),
-            uniforms=torch.from_numpy(request.uniforms),
-            limits=torch.tensor(request.limits),
-            ended=ended,
+            decode, drawn=drawn, uniforms=torch.from_numpy(request.uniforms), limits=torch.tensor(request.limits)
         )
         config = copy.deepcopy(settings.config)
         config.max_new_tokens = max(request.limits)
         inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
-        alive = self.model.register_forward_hook(_Heartbeat(send))
+        hook = self.model.register_forward_hook(after_forward)
         try:
-            cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
+            output = cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
         finally:
-            alive.remove()
+            hook.remove()
+        rows = zip(output[:, ids.shape[1] :].tolist(), request.limits, strict=True)
+        found = [self._ended(row[:limit]) for row, limit in rows]
+        kept: Sequence[Tensor | None] = drawn.kept(found) or [None] * count
+        of_rows = zip(found, drawn.logps[-1].tolist(), kept, strict=True)
+        return [Sampled(row, its[: len(row)], sets) for row, its, sets in of_rows]
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Return a completion up to the token that ends it."""
@@ -117,14 +111,14 @@ class Decoder:
 
 
 class _Heartbeat:
-    """A hook that sends an empty answer, at most every second, while tokens are decoded."""
+    """A hook of a model that sends a sign of life, at most every second, while tokens are decoded."""
 
-    def __init__(self, send: Callable[[Ended], None]) -> None:
+    def __init__(self, send: Callable[[], None]) -> None:
         self._send, self._last = send, time.monotonic()
 
     def __call__(self, *_: object) -> None:
         if time.monotonic() - self._last > ALIVE_SECONDS:
-            self._send([])
+            self._send()
             self._last = time.monotonic()
 
 

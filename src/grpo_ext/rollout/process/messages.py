@@ -1,7 +1,7 @@
 """Messages between a trainer and the process that samples for it. Both sides pickle them.
 
-The trainer sends a `Request`. The process answers with an `Ended` whenever rows end, until all have, or a `Failure`.
-An `Ended` without rows says that it decodes.
+The trainer sends a `Request`. The process answers with a list of `Sampled`, one for each context, or with a `Failure`;
+before that, while it decodes, with empty lists.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-
-from grpo_ext.rollout.samplers import Sampled
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,8 @@ class Request(NamedTuple):
     """Numbers in [0, 1), [rows, tokens], by which tokens are sampled."""
 
 
-Ended: TypeAlias = list[tuple[int, Sampled]]
-"""Numbers of rows that have ended, each with its completion."""
-
-
 class Failure(NamedTuple):
-    """The last answer to a request that failed."""
+    """The answer to a request that failed."""
 
     reason: str
     unsupported: bool

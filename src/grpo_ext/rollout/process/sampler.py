@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.reduction import send_handle
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from grpo_ext.errors import SamplerLost
 from grpo_ext.rollout.process.memory_file import MemoryFile, read
-from grpo_ext.rollout.process.messages import Ended, Failure, Request, Start, Table
+from grpo_ext.rollout.process.messages import Failure, Request, Start, Table
 from grpo_ext.rollout.prompt_cache import Unsupported
-from grpo_ext.rollout.samplers import RowEnded, Sampled
+from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import drawn
 from grpo_ext.waiting import SILENT_SECONDS, Wait, WaitedInVain, leaving
 
@@ -92,16 +92,9 @@ class ProcessSampler:
         return dict(read(published.table, published.file.descriptor))
 
     def sample(
-        self,
-        version: int,
-        contexts: list[list[int]],
-        limits: list[int],
-        streams: Sequence[np.random.Generator],
-        done: RowEnded | None = None,
+        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
     ) -> list[Sampled]:
         """Sample a completion after each context; a row takes as many numbers of its stream as its limit.
-
-        Calls `done` for each row, when it leaves the batch.
 
         Raises:
             SamplerLost: the request failed twice, or the sampler was closed.
@@ -110,29 +103,23 @@ class ProcessSampler:
         if not contexts:
             return []
         uniforms = drawn(streams, limits, len(contexts), max(limits))
-        request, ended = Request(None, None, contexts, limits, uniforms), dict[int, Sampled]()
+        request = Request(None, None, contexts, limits, uniforms)
         with self._one_at_a_time:
             try:
-                self._ask(version, request, ended, done)
+                return self._ask(version, request)
             except Trouble as trouble:
                 if leaving.is_set():
                     raise SamplerLost(str(trouble)) from None
                 if not self._closed:
                     logger.warning(f"the process that samples completions: {trouble}. It is started and asked again.")
-                try:
-                    self._ask(version, request, ended, done)
-                except Trouble as again:
-                    raise SamplerLost(f"The process that samples completions failed twice: {again}.") from None
-        return [ended[row] for row in range(len(contexts))]
+            try:
+                return self._ask(version, request)
+            except Trouble as trouble:
+                raise SamplerLost(f"The process that samples completions failed twice: {trouble}.") from None
 
-    def _ask(self, version: int, request: Request, ended: dict[int, Sampled], done: RowEnded | None) -> None:
-        """Add the rows of a request to `ended`; those that it has already are sampled once more, and left alone."""
+    def _ask(self, version: int, request: Request) -> list[Sampled]:
         try:
-            for row, sampled in self._running().sample(request, self._versions[version], self._limit):
-                if row not in ended:
-                    ended[row] = sampled
-                    if done is not None:
-                        done(row, sampled)
+            return self._running().sample(request, self._versions[version], self._limit)
         except BaseException:
             self._end_process()
             raise
@@ -193,37 +180,36 @@ class _Process:
                 start_new_session=True,  # signals of the terminal and of a launcher are for the trainer
             )
 
-    def sample(self, request: Request, weights: _Published, limit: float) -> Iterator[tuple[int, Sampled]]:
-        """Yield the number and the completion of each row of a request, when it has ended.
+    def sample(self, request: Request, weights: _Published, limit: float) -> list[Sampled]:
+        """Return the completions of a request.
 
         Raises:
             Trouble: there was no answer, none for `limit` seconds, or a failure; or a signal ends the run.
             Unsupported: the model cannot be decoded exactly.
         """
-        stale, missing = weights.copy != self._loaded, len(request.contexts)
+        stale = weights.copy != self._loaded
         request = request._replace(start=self._start, weights=weights.table if stale else None)
-        with _trouble(self._child):
+        try:
             self._connection.send_bytes(pickle.dumps(request))
             if stale:
                 send_handle(self._connection, weights.file.descriptor, self._child.pid)
-        waiting = Wait("The process that samples completions", limit, "ddp_timeout")
-        waiting.silent = STARTING_SECONDS if self._start is not None else SILENT_SECONDS
-        self._start, self._loaded = None, weights.copy
-        while missing:
-            ended = self._answer(waiting)
-            missing -= len(ended)
-            yield from ended
-
-    def _answer(self, waiting: Wait) -> Ended:
-        with _trouble(self._child):
-            while not self._connection.poll(waiting.seconds()):
-                pass
-            answer: Ended | Failure = pickle.loads(self._connection.recv_bytes())
-        waiting.progressed()
+            waiting = Wait("The process that samples completions", limit, "ddp_timeout")
+            waiting.silent = STARTING_SECONDS if self._start is not None else SILENT_SECONDS
+            answer: list[Sampled] | Failure = []
+            while not answer:  # empty while it decodes
+                while not self._connection.poll(waiting.seconds()):
+                    pass
+                answer = pickle.loads(self._connection.recv_bytes())
+                waiting.progressed()
+        except WaitedInVain as error:
+            raise Trouble(str(error)) from None
+        except (EOFError, OSError):
+            raise Trouble(_exit(self._child)) from None
         if isinstance(answer, Failure) and answer.unsupported:
             raise Unsupported(f"rollout_engine='process': {answer.reason}. Set rollout_engine: auto.")
         if isinstance(answer, Failure):
             raise Trouble(answer.reason)
+        self._start, self._loaded = None, weights.copy
         return answer
 
     def end(self) -> None:
@@ -231,17 +217,6 @@ class _Process:
         self._child.kill()
         self._child.wait()
         self._connection.close()
-
-
-@contextmanager
-def _trouble(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Raise `Trouble` where the connection to a process is lost, or nothing comes."""
-    try:
-        yield
-    except WaitedInVain as error:
-        raise Trouble(str(error)) from None
-    except (EOFError, OSError):
-        raise Trouble(_exit(child)) from None
 
 
 def _exit(child: subprocess.Popen[bytes]) -> str:

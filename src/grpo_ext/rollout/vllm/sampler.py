@@ -15,7 +15,7 @@ import torch
 
 from grpo_ext.errors import ServerLost
 from grpo_ext.rollout.kept_log import encoded_lists
-from grpo_ext.rollout.samplers import RowEnded, Sampled, failing_together
+from grpo_ext.rollout.samplers import Sampled, failing_together
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread
 from grpo_ext.rollout.vllm.generation import LONGEST_PAUSE, Generation, broadcast, seeded_request
 from grpo_ext.rollout.vllm.host_copy import HostCopy
@@ -160,16 +160,9 @@ class ServerSampler:
     # Completions.
 
     def sample(
-        self,
-        version: int,
-        contexts: list[list[int]],
-        limits: list[int],
-        streams: Sequence[np.random.Generator],
-        done: RowEnded | None = None,
+        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
     ) -> list[Sampled]:
         """Sample a completion after each context by the published weights; any thread, blocks.
-
-        `done` is called with the index of each row and its completion when it ends, in the thread of the caller.
 
         Waits for the server's answers; for a server that has died, until it is back or `vllm_server_timeout` seconds
         have passed since its last sign of life; and in `publish` and `paused` until they end.
@@ -181,7 +174,7 @@ class ServerSampler:
         seeds = [int(stream.integers(2**31)) for stream in streams]
         rows = zip(contexts, limits, seeds, strict=True)
         with self._entered(version):
-            return self._all([partial(self._sampled, *row) for row in rows], done)
+            return self._all([partial(self._sampled, *row) for row in rows])
 
     @contextmanager
     def _entered(self, version: int) -> Iterator[None]:
@@ -201,7 +194,7 @@ class ServerSampler:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _all(self, requests: Sequence[Callable[[], Sampled]], done: RowEnded | None) -> list[Sampled]:
+    def _all(self, requests: Sequence[Callable[[], Sampled]]) -> list[Sampled]:
         """Return the answers to requests, `CONNECTIONS` of them at a time, or raise what one of them raised.
 
         Their threads do not keep a process from ending. After a failure no further request is sent.
@@ -213,15 +206,11 @@ class ServerSampler:
                 return None if self._closed or failed.is_set() else request()
 
         answers = [in_thread(partial(answer, request)) for request in requests]
-        numbers = {future: i for i, future in enumerate(answers)}
         waiting = set(answers)
         while waiting and not self._closed:
             ended, waiting = wait(waiting, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-            for future in ended:
-                if future.exception() is not None:
-                    failed.set()
-                elif done is not None and (row := future.result()) is not None:
-                    done(numbers[future], row)
+            if any(future.exception() is not None for future in ended):
+                failed.set()
         if self._closed:
             raise ServerLost("the run has ended")
         found = [future.result() for future in answers]
