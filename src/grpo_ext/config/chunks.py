@@ -29,7 +29,6 @@ CHUNK_RULES: tuple[Rule, ...] = (
         "which groups are replaced is known when the last one is scored",
         "Remove one of them.",
     ),
-    Conflict.of("overlap replay_batches", "a replay samples nothing", "Remove overlap."),
 )
 
 
