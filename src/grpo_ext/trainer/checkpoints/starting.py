@@ -123,17 +123,17 @@ def _going_back(output_dir: Path, wanted: str) -> Beginning:
     before, checkpoint = noted(output_dir), None if wanted == FRESH_START else named(Path(wanted))
     if before is not None and not before.moved and before.asked == wanted:  # a kill has interrupted it
         return Beginning(checkpoint, request=before)
-    step = None if checkpoint is None else _step_inside(Path(checkpoint), output_dir)
+    step = -1 if checkpoint is None else _last_kept(Path(checkpoint), output_dir)
     stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
     names = (f"{ASIDE}{stamp}{f'-{i}' if i else ''}" for i in range(1000))
     aside = next(name for name in names if not (output_dir / name).exists())
-    return Beginning(checkpoint, request=Request(wanted, -1 if step is None else step, aside))
+    return Beginning(checkpoint, request=Request(wanted, step, aside))
 
 
-def _step_inside(checkpoint: Path, output_dir: Path) -> int | None:
-    """Return the step of a checkpoint of this folder, also by a link; None for one of another folder."""
+def _last_kept(checkpoint: Path, output_dir: Path) -> int:
+    """Return the step of a checkpoint of this folder, also by a link; -1 for one of another folder."""
     inside = output_dir.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
-    return recorded_step(checkpoint) if inside else None
+    return (recorded_step(checkpoint) or -1) if inside else -1
 
 
 def make_room(args: GRPOExtConfig, begin: Beginning) -> str | None:
