@@ -30,7 +30,6 @@ NAMES = [
     "gdpo",
     "clip_higher",
     "mismatch",
-    "staleness",
     "variance",
     "rare_tokens",
     "merges",

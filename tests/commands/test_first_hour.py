@@ -73,7 +73,7 @@ def test_arguments_of_other_versions_are_all_named_with_a_cure():
     assert str(warmup) == "warmup_ratio=0.1: no such argument. Write warmup_steps: a value below 1 is a ratio."
     assert prompts.cure.startswith("Remove it, and leave longer prompts out of the dataset")
     assert rate.cure == "Did you mean 'learning_rate'?"
-    assert str(overlap).startswith("overlap='step': no such argument. Set rollout_ahead: 1")
+    assert overlap.cure.startswith("Set rollout_ahead: 1")
 
 
 def test_a_subclass_may_take_further_arguments():

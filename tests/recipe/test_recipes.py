@@ -151,7 +151,6 @@ def test_the_base_of_the_bad_recipes_is_sound(write, caplog):
     [
         ({"per_device_train_batch_size": "eight"}, {"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"learning_rate": "fast"}, {"lr_scheduler_type": "cosine_with_min_lr"}, "its final learning rate is not set"),
-        ({"record_batches": -1}, {"replay_batches": "/nowhere"}, "replay_batches='/nowhere'"),
         ({"temperature": -1}, {"generation_kwargs": {"temperature": 1}}, "generation_kwargs.temperature=1"),
         ({"epsilon": "x"}, {"resume_from_checkpoint": "/nowhere"}, "resume_from_checkpoint='/nowhere'"),
         ({"epsilon": "x"}, {"dynamic_sampling": "acuracy"}, "dynamic_sampling='acuracy'"),

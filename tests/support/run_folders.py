@@ -70,8 +70,8 @@ def with_evaluation(folder: Path, step: int, mean: float, **changed) -> Path:
     return folder
 
 
-def checkpoint(folder: Path, step: int, sealed: bool = True, name: str | None = None, **facts) -> Path:
-    """A checkpoint of a few small files, one of them in a folder of its own; `facts` go into its manifest."""
+def checkpoint(folder: Path, step: int, sealed: bool = True, name: str | None = None) -> Path:
+    """A checkpoint of a few small files, one of them in a folder of its own."""
     path = folder / (name or f"checkpoint-{step}")
     (path / "shards").mkdir(parents=True)
     for file in ("model.safetensors", "optimizer.pt", "rng_state.pth", "shards/0.distcp"):
@@ -79,5 +79,5 @@ def checkpoint(folder: Path, step: int, sealed: bool = True, name: str | None = 
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     (path / "recipe.json").write_text("{}")
     if sealed:
-        seal(path, step=step, **facts)
+        seal(path, step=step)
     return path

@@ -1,4 +1,4 @@
-"""Batches as they were recorded: trained on again, computed again under any loss, refused where they do not fit."""
+"""Batches as they were recorded: computed again under any loss, refused where they do not fit."""
 
 import json
 import shutil
@@ -8,11 +8,11 @@ import torch
 from peft import LoraConfig
 
 from grpo_ext.commands import replay
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.trainer import recording
-from grpo_ext.trainer.batches import check_credit, whole
-from grpo_ext.trainer.one_step import block_of
-from grpo_ext.trainer.recording import read, runs_of
+from grpo_ext.trainer.one_step import block_of, check_credit
+from grpo_ext.trainer.recording import read, runs_of, whole
 from support import tiny
 from support.commands import command
 from support.pure import objective
@@ -41,27 +41,15 @@ def recorded(model_path, folder, **settings):
 
 @pytest.fixture(scope="module")
 def run(model_path, tmp_path_factory):
-    """A run that has recorded all of its steps, its last weights and its log."""
+    """A run that has recorded all of its steps, and its log."""
     folder = tmp_path_factory.mktemp("run")
     trainer = recorded(model_path, folder)
-    return folder, weights(trainer.model), [row for row in trainer.state.log_history if "loss" in row]
+    return folder, [row for row in trainer.state.log_history if "loss" in row]
 
 
 def again(step_folder, **changes):
     contents = whole(step_folder)
     return replay.compute(contents, replay.recorded_weights(step_folder, contents[0]), changes)
-
-
-def test_training_on_recordings_ends_with_the_same_weights(run, model_path, tmp_path):
-    folder, expected, _ = run
-    settings = SETTINGS | {"record_batches": 0, "save_strategy": "no", "replay_batches": str(folder / "batches")}
-
-    def nothing(prompts, trainer):
-        raise AssertionError("a rollout")
-
-    trainer = build(model_path, tmp_path, rollout=nothing, rows=64, **settings)
-    trainer.train()
-    assert torch.equal(weights(trainer.model), expected)
 
 
 @pytest.mark.slow
@@ -99,7 +87,7 @@ def test_an_adapter_is_computed_again_from_its_checkpoint(model_path, tmp_path, 
 
 def test_under_another_loss_it_is_what_that_loss_would_have_been(run, model_path, tmp_path):
     """dr_grpo makes other advantages of the same rewards, and has other denominators."""
-    folder, _, log = run
+    folder, log = run
     other = recorded(model_path, tmp_path, max_steps=1, loss_type="dr_grpo").state.log_history[0]
     found = again(folder / "batches" / "step_1", loss_type="dr_grpo")
     assert other["grad_norm"] != pytest.approx(log[0]["grad_norm"], rel=0.01)
@@ -197,15 +185,9 @@ def test_damaged_or_foreign_recordings_are_refused(run, tmp_path, capsys):
     assert "the folder holds the steps 1, 2, 3. Name one" in capsys.readouterr().err
 
 
-def test_settings_that_do_not_fit_a_recording_are_refused(run, tmp_path):
-    there = str(run[0] / "batches")
-    with pytest.raises(ConfigError, match="step_4 is missing in this folder"):
-        build("no model", tmp_path, **(SETTINGS | {"replay_batches": there, "max_steps": 4}))
-    evaluated = {"use_vllm": True, "eval_strategy": "steps", "eval_steps": 1}
-    with pytest.raises(ConfigError, match="no engine is started that could evaluate"):
-        build("no model", tmp_path, **(SETTINGS | {"replay_batches": there} | evaluated))
-    with pytest.raises(ConfigError, match="a replay generates no completions"):
-        build("no model", tmp_path, **(SETTINGS | {"replay_batches": there, "log_completions": True}))
+def test_training_on_recordings_is_gone():
+    with pytest.raises(ConfigError, match=r"replay_batches='there': it is gone: .*`grpo-ext replay` computes one"):
+        GRPOExtConfig("out", replay_batches="there")
 
 
 def test_recorded_advantages_of_tokens_are_not_averaged_over_a_completion():

@@ -170,7 +170,7 @@ def test_a_missing_metric_switches_off_only_its_rules(name):
 STALE = {"ratio/ess_completions": 0.2, "clip_ratio/region_mean": 0.3}
 
 
-def test_a_replay_is_read_although_it_logs_no_reward():
+def test_rows_without_a_reward_are_read():
     rows = [STALE | {"loss": 0.1, "grad_norm": 1.0, "step": step} for step in range(1, 9)]
     assert [(f.rule.name, f.step) for f in diagnose(rows)] == [("stale batches", 3)]
 

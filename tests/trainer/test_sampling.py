@@ -8,8 +8,8 @@ import torch
 from grpo_ext import ConfigError
 from grpo_ext.commands import replay
 from grpo_ext.objective.sampler_correction import trl_rule
-from grpo_ext.trainer.batches import whole
 from grpo_ext.trainer.diagnosis.rules import diagnose
+from grpo_ext.trainer.recording import whole
 from support import tiny
 from support.interrupted import without_clocks
 from support.mismatched import ROWS, RULES, NoServer, rollout, trained

@@ -28,10 +28,9 @@ from grpo_ext.recipe.policy import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
 from grpo_ext.tables import Table, show
 from grpo_ext.train import adapted_policy
-from grpo_ext.trainer.batches import whole
 from grpo_ext.trainer.checkpoints.finish import holds_weights
 from grpo_ext.trainer.one_step import Computed, OneStep, Token, config_of
-from grpo_ext.trainer.recording import FOLDER, Content, ranks_in, read, steps_in, texts
+from grpo_ext.trainer.recording import FOLDER, Content, ranks_in, read, steps_in, texts, whole
 
 _SHOWN = 10
 """Number of tokens that the terminal shows."""
@@ -135,7 +134,6 @@ def compute(contents: Sequence[Content], model: str, changes: Mapping[str, Any])
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):  # hides the trainer's output
         args = config_of(contents, changes, folder)
         policy, tokenizer = _loaded(contents, model, args)
-        args.replay_batches = folder  # so that neither a sampler nor a reference is built
         rows = Dataset.from_list([{"prompt": "-"}] * int(args.generation_batch_size or 1))
         with loading(model, only_code=True):
             step = OneStep(policy, [_unscored], args, rows, processing_class=tokenizer)

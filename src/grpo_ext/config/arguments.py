@@ -201,11 +201,6 @@ class GRPOExtArguments(GRPOConfig):
         "Every how many optimizer steps, from the first on, the batch is written to `output_dir`/batches "
         "as the loss sees it, for `grpo-ext replay` and the report: some 25 bytes a token. 0 (default): never.",
     )
-    replay_batches: str | None = _field(
-        None,
-        "Folder of batches that a run with `record_batches: 1` has written: they are trained on, and "
-        "no completions are generated.",
-    )
     logging_nan_inf_filter: bool = _field(
         False,
         "transformers' filter, which logs a loss of NaN or inf as the mean of those before. False "

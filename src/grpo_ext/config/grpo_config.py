@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,12 +25,28 @@ from grpo_ext.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-EXCHANGED = {
-    "overlap": "Set rollout_ahead: 1, which samples and scores a generation while the one before it trains.",
+_EXCHANGED = {
     "warmup_ratio": "Write warmup_steps: a value below 1 is a ratio.",
     "max_prompt_length": "Remove it, and leave longer prompts out of the dataset (a recipe has the key).",
 }
-"""Arguments of earlier versions, also of TRL and transformers, with what replaces them."""
+"""Arguments of earlier versions of TRL and transformers, with what replaces them."""
+REMOVED = {
+    "overlap": (
+        "it is gone: it was slower than training in turn",
+        "Set rollout_ahead: 1, which samples and scores a generation while the one before it trains.",
+    ),
+    "router_replay": ("it is gone: no engine's routes can be read yet", "Remove it."),
+    "replay_batches": (
+        "it is gone: a run trains on what it samples",
+        "Remove it; `grpo-ext replay` computes one recorded step again, under any loss.",
+    ),
+}
+"""Settings of earlier versions of grpo-ext, with reason and cure."""
+
+
+def _unknown(name: str, known: Iterable[str]) -> tuple[str, str]:
+    """Return why an argument is refused, and the cure."""
+    return REMOVED.get(name) or ("no such argument", _EXCHANGED.get(name) or did_you_mean(name, known))
 
 
 @dataclass
@@ -47,8 +63,7 @@ class GRPOExtConfig(GRPOExtArguments):
         exact = all(p.kind is not p.VAR_KEYWORD for p in known.values())
         unknown = {name: value for name, value in given.items() if exact and name not in known}
         if unknown:
-            cures = {name: EXCHANGED.get(name) or did_you_mean(name, known) for name in unknown}
-            raise ConfigError([Problem(name, unknown[name], "no such argument", cures[name]) for name in unknown])
+            raise ConfigError([Problem(name, unknown[name], *_unknown(name, known)) for name in unknown])
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ _ENTRIES: Mapping[str, tuple[str, ...]] = {
 }
 """Settings that hold mappings, with the keys that are paths or hold some."""
 OF_THE_RUN = (
-    *("output_dir", "resume_from_checkpoint", "replay_batches", "deepspeed", "fsdp_config", "accelerator_config"),
+    *("output_dir", "resume_from_checkpoint", "deepspeed", "fsdp_config", "accelerator_config"),
     *("loss_type", "kl_estimator", "advantage_estimator", "loss_aggregation"),
 )
 """Fields of `GRPOExtConfig` that are, or may be, a path."""

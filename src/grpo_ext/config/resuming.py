@@ -16,7 +16,7 @@ LAST = ("true", "last")
 REQUEST_FILE = "_request.json"
 """The note; transformers does not push files whose names begin with `_` to the hub."""
 ASIDE = "_before-"
-"""Prefix of the names of folders for runs and branches that were left."""
+"""Prefix of the names of folders for what was newer than the checkpoint that a run went back to."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Request:
 
     asked: str
     """`never`, or the absolute path of a checkpoint."""
-    order: int
-    """Checkpoints of this order and later ones belong to the request."""
+    step: int
+    """What `output_dir` holds up to this step stays; -1 with `never` or a checkpoint of another folder."""
     aside: str
-    """Name of the folder in `output_dir` to which obsolete files are moved."""
+    """Name of the folder in `output_dir` to which the rest is moved."""
     moved: bool = False
     """True once they have been moved."""
 
@@ -66,7 +66,7 @@ def noted(output_dir: Path) -> Request | None:
 
 
 def _is_sound(request: Any) -> bool:
-    if not (isinstance(request.asked, str) and type(request.order) is int and isinstance(request.aside, str)):
+    if not (isinstance(request.asked, str) and type(request.step) is int and isinstance(request.aside, str)):
         return False
     return (
         type(request.moved) is bool and request.aside.startswith(ASIDE) and Path(request.aside).name == request.aside

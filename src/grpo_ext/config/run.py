@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from torch.utils.checkpoint import checkpoint
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
@@ -36,22 +35,6 @@ def _no_steps(kind: str, config: GRPOExtArguments) -> Iterator[Problem]:
     if getattr(config, strategy) == "steps" and getattr(config, steps) == 0:
         cure = f"Set it to 1 or more, or {strategy}: 'no'."
         yield Problem(steps, 0, "an interval of 0 steps", cure, {strategy: "steps"})
-
-
-def _replayed(config: GRPOExtArguments) -> Iterator[Problem]:
-    """Refuse a replay of steps that were not recorded, as far as the length of the run is known."""
-    if config.replay_batches is None:
-        return
-    folder, steps = Path(config.replay_batches).expanduser(), max(1, config.max_steps)
-    missing = next((step for step in range(1, steps + 1) if not (folder / f"step_{step}").is_dir()), None)
-    if missing is not None:
-        cure = f"Set max_steps to {missing - 1} at most, or name" if missing > 1 else "Name"
-        yield Problem(
-            "replay_batches",
-            config.replay_batches,
-            f"step_{missing} is missing in this folder",
-            f"{cure} the folder batches of a run that had record_batches: 1.",
-        )
 
 
 def _best(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -127,7 +110,7 @@ RUN_RULES: tuple[Rule, ...] = (
     *(partial(_unused, name) for name, row in SETTINGS.items() if row.unused),
     *(partial(_whole_steps, name) for name in ("logging_steps", "save_steps", "eval_steps")),
     *(partial(_no_steps, kind) for kind in ("logging", "save")),
-    *(_replayed, _best, _schedule_options, _final_rate, _checkpointing_options),
+    *(_best, _schedule_options, _final_rate, _checkpointing_options),
     Conflict.of("do_eval eval_strategy=no", "it evaluates at no step", "Remove it, or set eval_strategy: steps."),
     Conflict.of(
         "neftune_noise_alpha",
@@ -153,7 +136,6 @@ RUN_RULES: tuple[Rule, ...] = (
         "the log has no completions to upload",
         "Set log_completions: true, or remove it.",
     ),
-    Conflict.of("log_completions replay_batches", "a replay generates no completions", "Set log_completions: false."),
     Conflict.of(
         "eval_on_start eval_strategy=no",
         "the run has no evaluation set to load",
@@ -169,12 +151,6 @@ RUN_RULES: tuple[Rule, ...] = (
         lambda c: c.save_strategy == "best" and c.metric_for_best_model is not None and c.eval_strategy == "no",
         "without evaluations no checkpoint would be saved",
         "Set eval_strategy: steps or epoch.",
-    ),
-    Conflict(
-        "eval_strategy replay_batches use_vllm",
-        lambda c: c.replay_batches is not None and c.use_vllm and c.eval_strategy != "no",
-        "no engine is started that could evaluate",
-        "Set eval_strategy: 'no', or use_vllm: false.",
     ),
     Conflict.of("fp16 bf16", "a run has one precision", "Set fp16: false, which trains more stably in bf16."),
     Conflict(

@@ -183,7 +183,6 @@ SETTINGS: dict[str, Setting] = {
         vllm_model_impl=Setting(choices=("vllm", "transformers")),
         vllm_dtype=Setting(choices=("auto", "float32", "bfloat16", "float16")),
         vllm_max_model_length=Setting(COUNT),
-        replay_batches=Setting(replay=None),
     ),
     **_group(
         Change.ROUNDING,

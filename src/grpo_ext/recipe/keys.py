@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_ext.config.grpo_config import EXCHANGED, GRPOExtConfig
+from grpo_ext.config.grpo_config import REMOVED, GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.parser import RecipeParser
@@ -45,14 +45,14 @@ def _unknown(key: str, value: object, known: Sequence[str]) -> tuple[str, str]:
         return f"{reason}, and it would be ignored", _negation(key.removeprefix("no_"))
     if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", key):
         return f"{reason}; it looks like an environment variable", f"Write env: {{{key}: ...}}."
-    if key == "router_replay":
-        return "it is gone: no engine's routes can be read yet", "Remove it."
+    if key in REMOVED:
+        return REMOVED[key]
     if key in _USUAL:
         return reason, f"It is {_USUAL[key]} here. Write {_USUAL[key]}."
     if isinstance(value, Mapping) and set(value) & set(known):
         inside = ", ".join(map(str, value))
         return reason, f"A recipe is flat: write {inside} without {key} above."
-    if found := recognise.answer(key) or EXCHANGED.get(key):
+    if (found := recognise.answer(key)) is not None:
         return reason, found
     hint = did_you_mean(key, known)
     return reason, hint if hint.startswith("Did") else "`grpo-ext train --help-all` lists all keys. Remove it."

@@ -74,7 +74,7 @@ class RunFolder:
 
     @property
     def training_log(self) -> list[dict[str, Any]]:
-        """Rows of training steps, in their order; a replay's have no reward."""
+        """Rows of training steps, in their order."""
         rows = (row for row in self.log if "reward" in row or "grad_norm" in row)
         return sorted(rows, key=lambda row: row["step"])
 

@@ -38,12 +38,10 @@ from grpo_ext.trainer.acting import Acting
 from grpo_ext.trainer.ahead import AheadTrainer
 from grpo_ext.trainer.batches import (
     Generation,
-    RecordedBatches,
     counted,
     counted_once,
     forward_only,
     stock_totals,
-    without_rollouts,
 )
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
@@ -81,6 +79,8 @@ class GRPOExtTrainer(AheadTrainer):
     """
 
     _tag_names = ["trl", "grpo", "grpo-ext"]  # noqa: RUF012 (TRL's own declaration)
+    _needs_reference = True
+    """False where the batches bring the log-probabilities of the reference."""
     _entropy_window_stats: Any
     num_generations: Any
     num_generations_eval: Any
@@ -149,7 +149,8 @@ class GRPOExtTrainer(AheadTrainer):
         model, args = ready.model, ready.args
         self.objective, self.acting = args.objective, None
         accept_numbered_cpu()
-        with without_rollouts(args), reference_from(model, args, peft_config), with_our_generation(args):
+        reference = reference_from(model, args, peft_config, needed=self._needs_reference)
+        with reference, with_our_generation(args):
             super().__init__(
                 model,
                 ready.reward_funcs,
@@ -194,15 +195,11 @@ class GRPOExtTrainer(AheadTrainer):
         self._credit = Credit(self.objective, self._group_means, self.accelerator)
         self._advantage_monitor = AdvantageMonitor(self.reward_func_names, warns=self.accelerator.is_main_process)
         self._figures, self._generation = Figures(), Generation()
-        self._replayed: Callable[[Any], Generation] | None = (
-            None if args.replay_batches is None else RecordedBatches(args.replay_batches)
-        )
         self._describe_objective()
-        self.use_vllm = args.use_vllm  # a replay disables the engine but keeps vLLM's importance correction
 
     def _set_up_reference(self) -> None:
-        """Keep the weights that an adapter begins with, which are its reference; a replay has recorded that."""
-        if self.args.replay_batches is not None or not self.args.beta:
+        """Keep the weights that an adapter begins with, which are its reference."""
+        if not (self.args.beta and self._needs_reference):
             return
         self.beta = self.args.beta
         if isinstance(self.model, PeftModel):
@@ -407,12 +404,6 @@ class GRPOExtTrainer(AheadTrainer):
     # Micro-batches.
 
     def _prepare_inputs(self, generation_batch: Sequence[dict[str, Any]]) -> MicroBatch:  # type: ignore[override]
-        if self._replayed is not None and self.model.training:
-            place = self._step % self.args.gradient_accumulation_steps
-            if place == 0:
-                self._generation = self._replayed(self)
-                self._buffered_inputs = self._generation.micro_batches
-            return self._buffered_inputs[place]
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs

@@ -86,7 +86,7 @@ class Lifecycle(SavingTrainer):
                 self._sampler.prompts.drawn = 0
             self._epoch_began, self._stopped_at, self._leaving = (0, 0), None, False
             self._record = self._identity()
-            checkpoint, self._branch = start(self.args, resume_from_checkpoint, self._record)
+            checkpoint = start(self.args, resume_from_checkpoint, self._record)
             if self.recipe_record is not None or self.args.save_strategy != "no":
                 model = self.accelerator.unwrap_model(self.model)
                 check_saving(model, self._tokenizer, self.processing_class, self.args)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,15 +17,20 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.settings import FUNCTIONS, SETTINGS, values_of_replay
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.packing.micro_batches import MicroBatch, live_mask
-from grpo_ext.trainer.batches import Generation, check_credit, micro_batches, restored
+from grpo_ext.objective.aggregation import StepTotals
+from grpo_ext.objective.credit import mixes_tokens
+from grpo_ext.objective.objective import Objective
+from grpo_ext.packing.micro_batches import MicroBatch, live_mask, silent
+from grpo_ext.trainer.batches import Generation, forward_only
 from grpo_ext.trainer.callbacks import Progress
 from grpo_ext.trainer.checkpoints.identity import plain
-from grpo_ext.trainer.findings import ObservedBatch
+from grpo_ext.trainer.findings import BEFORE_THE_FORWARD, ORDER, ObservedBatch
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
-from grpo_ext.trainer.recording import Content
+from grpo_ext.trainer.recording import Content, micro_batches, refusal, unpacked
 
 IN_ONE_STEP = frozenset(name for name, setting in SETTINGS.items() if setting.in_one_step)
+COMPUTED = (*ORDER[1 + len(BEFORE_THE_FORWARD) :], "entropies")
+"""Tensors of a recording that its own forward computed."""
 OF_ADVANTAGES = ("advantage", "advantage_kwargs", "combination", "missing_rewards")
 _CONSENT = ("trust_remote_code", "allow_all_kernels")
 """Options by which code of a model is run."""
@@ -71,6 +76,7 @@ class Computed:
 class OneStep(GRPOExtTrainer):
     """Computes the loss and the gradient of recorded micro-batches."""
 
+    _needs_reference = False
     contents: Sequence[Content]
 
     def compute(self, contents: Sequence[Content]) -> Computed:
@@ -79,8 +85,7 @@ class OneStep(GRPOExtTrainer):
         Raises:
             ConfigError: the loss needs something that was not recorded.
         """
-        self.contents, self._replayed = contents, OneStep._batches
-        settings = contents[0]["settings"]
+        self.contents, settings = contents, contents[0]["settings"]
         self.use_vllm, self._older = bool(settings.get("use_vllm")), bool(settings.get("rollout_ahead"))
         self.remove_callback(Progress)
         self.train()
@@ -99,15 +104,35 @@ class OneStep(GRPOExtTrainer):
         live = self._live_rows(inputs, "train")
         return {**self._with_samplers_old(batch.computed["per_token_logps"], inputs, live)}
 
-    def _batches(self) -> Generation:
+    def _prepare_inputs(self, generation_batch: Any) -> MicroBatch:  # type: ignore[override]
+        if self._step == 0:
+            batches, totals = self._batches(), self.contents[0]["totals"]
+            steps = () if totals is None else (StepTotals(*totals.to(self.accelerator.device)),)
+            self._generation, self._buffered_inputs = Generation(batches, steps), batches
+        return self._buffered_inputs[self._step]
+
+    def _batches(self) -> list[MicroBatch]:
         there, here = self.contents[0]["objective"], plain(self.objective.to_dict())
-        revalued = not same_advantages(there, here)
-        generation = restored(self, self.contents, sees_silent=revalued)
-        check_recorded(self, generation.micro_batches)
+        revalued, batches = not same_advantages(there, here), restored(self.contents, self.accelerator.device)
+        check_tokens(self.model, batches)
+        for batch in batches if revalued or not self._skips else ():
+            self._fill_old(batch)
+        check_recorded(self, batches)
         if revalued:
-            revalue(self, generation.micro_batches, self.contents)
-        check_credit(self.objective, generation.micro_batches)
-        return generation
+            revalue(self, batches, self.contents)
+        check_credit(self.objective, batches)
+        return batches
+
+    def _fill_old(self, batch: MicroBatch) -> None:
+        """Compute the old log-probabilities of rows that the recorded run left out of its forward."""
+        old = batch.get("old_per_token_logps")
+        if old is None:
+            return
+        unknown = silent(batch["advantages"]) & ~(old * live_mask(batch)).any(dim=1)
+        if unknown.any():
+            with forward_only(self.model, self.args):
+                logps = self._scores(self.model, batch, None)[0]
+            batch["old_per_token_logps"] = torch.where(unknown[:, None], logps.to(old.dtype), old)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         self.accelerator.unscale_gradients()
@@ -170,7 +195,41 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-# Checks of what was recorded.
+# What was recorded, and its checks.
+
+
+def restored(contents: Sequence[Content], device: torch.device) -> list[MicroBatch]:
+    """Return the micro-batches of a step, as the loss takes them. Raises ConfigError: there are none."""
+    inputs = ({name: value for name, value in b.items() if name not in COMPUTED} for b in micro_batches(contents))
+    return [cast(MicroBatch, unpacked(batch, device)) for batch in inputs]
+
+
+def check_tokens(model: Any, batches: Sequence[MicroBatch]) -> None:
+    """Refuse batches of another model, or with images of which only a part was recorded.
+
+    Raises:
+        ConfigError: they are.
+    """
+    vocabulary = len(model.get_input_embeddings().weight)
+    largest = max(int(ids.max()) for batch in batches for ids in (batch["prompt_ids"], batch["completion_ids"]))
+    if largest >= vocabulary:
+        reason = f"it holds token {largest}, and the model has {vocabulary}: it was recorded with another model"
+        raise refusal("the batch", reason, "Give --model the one that was recorded.")
+    if any("pixel_values" in batch for batch in batches):
+        reason = "it holds images, which were not recorded in full"
+        raise refusal("the batch", reason, "Replay batches of text only.")
+
+
+def check_credit(objective: Objective, batches: Sequence[MicroBatch]) -> None:
+    """Refuse recorded advantages that differ by token where the loss has one term for a whole completion.
+
+    Raises:
+        ConfigError: they do, and it has.
+    """
+    if any(batch["advantages"].dim() == 2 for batch in batches) and mixes_tokens(objective):
+        reason = "the recorded advantages differ by token, and this loss has one term for a whole completion"
+        cure = "Replay with a loss that has a term for each token, such as grpo or gspo."
+        raise ConfigError([Problem("loss_type", objective.loss_type, reason, cure)])
 
 
 def check_recorded(trainer: OneStep, batches: Sequence[MicroBatch]) -> None:

@@ -1,7 +1,6 @@
 """Record the batches of a run as the loss saw them: one file for each step and process, every N steps or at a NaN.
 
-A recording is enough to compute the step's loss and gradient again, by `grpo-ext replay` or in a run that trains on
-recordings (`replay_batches`).
+A recording is enough to compute the step's loss and gradient again, by `grpo-ext replay`.
 """
 
 import logging
@@ -233,27 +232,25 @@ def read(path: Path) -> Content:
         ConfigError: it is missing, damaged, of another format, or something else.
     """
     again, folder = "Name another one, or record again (record_batches).", f"{FOLDER}/ or failures/"
-
-    def refusal(reason: str, cure: str) -> ConfigError:
-        return ConfigError([Problem(str(path), ABSENT, reason, cure)])
-
     try:
         with zipfile.ZipFile(path) as archive:
             if (bad := archive.testzip()) is not None:
-                raise refusal(f"the recording is damaged: {bad} in it is not what was written", again)
+                raise refusal(path, f"the recording is damaged: {bad} in it is not what was written", again)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise refusal("no such file", f"Name a step's folder in a run's {folder}.") from None
+        raise refusal(path, "no such file", f"Name a step's folder in a run's {folder}.") from None
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise refusal(f"the file is damaged, or not a recorded batch ({reason})", again) from error
+        raise refusal(path, f"the file is damaged, or not a recorded batch ({reason})", again) from error
     if not isinstance(content, dict) or not isinstance(content.get("step"), int):
-        raise refusal("this is not a recorded batch", f"Name a step's folder in a run's {folder}.")
+        raise refusal(path, "this is not a recorded batch", f"Name a step's folder in a run's {folder}.")
     if content.get("format") != FORMAT:
         reason = f"it has format {content.get('format')!r}, and grpo-ext {__version__} reads {FORMAT}"
-        raise refusal(reason, f"Read it with the version that wrote it ({content.get('grpo_ext', 'before 0.2')}).")
+        raise refusal(
+            path, reason, f"Read it with the version that wrote it ({content.get('grpo_ext', 'before 0.2')})."
+        )
     if wrong := [name for name, kind in _KINDS.items() if not isinstance(content.get(name), kind)]:
-        raise refusal(f"its {wrong[0]} is missing or of the wrong type", again)
+        raise refusal(path, f"its {wrong[0]} is missing or of the wrong type", again)
     return content
 
 
@@ -267,6 +264,41 @@ def ranks_in(folder: Path) -> list[Path]:
     """Return the files of a step, by rank."""
     found = {int(m[1]): path for path in folder.glob("rank_*.pt") if (m := _RANK.fullmatch(path.name))}
     return [path for _, path in sorted(found.items())]
+
+
+def whole(folder: Path) -> list[Content]:
+    """Read all processes' parts of a step.
+
+    Raises:
+        ConfigError: one is missing or damaged.
+    """
+    contents = [read(path) for path in ranks_in(folder)]
+    if not contents:
+        raise refusal(folder, "it holds no recorded batch (rank_0.pt)", "Name a step's folder.")
+    missing = sorted(set(range(contents[0]["processes"])) - {content["rank"] for content in contents})
+    if missing and any("micro_batches" in content for content in contents):
+        count = contents[0]["processes"]
+        reason = f"it lacks rank_{missing[0]}.pt: {count} processes have recorded, each on its own disk perhaps"
+        raise refusal(folder, reason, "Bring their files together.")
+    return contents
+
+
+def micro_batches(contents: Sequence[Content]) -> list[dict[str, Any]]:
+    """Return all processes' micro-batches of a step, as they were recorded.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    kept = [batch for content in contents for batch in content.get("micro_batches", [])]
+    if not kept:
+        reason = "this dump holds the completions to which a reward gave NaN or inf, from before the batch was formed"
+        raise refusal(f"Step {contents[0]['step']}", reason, "Look at its `rewards` with torch.load.")
+    return kept
+
+
+def refusal(place: object, reason: str, cure: str) -> ConfigError:
+    """Return an error about a recording."""
+    return ConfigError([Problem(str(place), ABSENT, reason, cure)])
 
 
 # Columns of a generation that a recording needs.

@@ -16,7 +16,7 @@ from grpo_ext.trainer import card
 from grpo_ext.trainer.checkpoints import identity, processes, state, writing
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
-from grpo_ext.trainer.checkpoints.manifest import MANIFEST, Branch
+from grpo_ext.trainer.checkpoints.manifest import MANIFEST
 from grpo_ext.trainer.checkpoints.processes import agreed
 from grpo_ext.trainer.findings import check_weights
 from grpo_ext.trainer.reference import InitialWeights
@@ -41,7 +41,6 @@ class SavingTrainer(GRPOTrainer):
     num_iterations: Any
     recipe_record: Mapping[str, Any] | None = None
     _record: Mapping[str, Any] | None = None
-    _branch = Branch()
     _epoch_began = (0, 0)
     """The current epoch, and the micro-batches of training before it."""
     _initial: InitialWeights | None = None
@@ -81,7 +80,7 @@ class SavingTrainer(GRPOTrainer):
         if str(self.state.best_model_checkpoint) == str(folder):
             self.state.best_model_checkpoint = str(final)
         with self._writer.reporting(final, final.parent):
-            facts = {"step": self.state.global_step, "weights_alone": not whole, **self._branch.facts()}
+            facts = {"step": self.state.global_step, "weights_alone": not whole}
             self._writer.attempt_shared(writing.settle, folder, final, self.state, facts, self.args.save_total_limit)
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(final))
@@ -135,7 +134,7 @@ class SavingTrainer(GRPOTrainer):
         Raises:
             SaveError: the record could not be written; on all processes.
         """
-        facts = {"step": self.state.global_step, "max_steps": self.state.max_steps, "order": self._branch.order}
+        facts = {"step": self.state.global_step, "max_steps": self.state.max_steps}
         final = Path(output_dir)
         with self._writer.reporting(final / FINISHED_FILE, final):
             self._writer.attempt_shared(self._writer.finish, final, self._record or {}, facts)

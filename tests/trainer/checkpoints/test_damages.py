@@ -89,12 +89,12 @@ def nest(path: Path) -> None:
     path.write_text("[" * 100_000)
 
 
-def reseal(path: Path, facts: str = "{}") -> None:
-    """Remove a file, as if the checkpoint had been saved without it; `facts` go into the manifest."""
+def reseal(path: Path) -> None:
+    """Remove a file, as if the checkpoint had been saved without it."""
     path.unlink()
     content = json.loads((path.parent / MANIFEST).read_text())
     kept = {name: value for name, value in content.items() if name not in ("format", "written", "files", "digest")}
-    seal(path.parent, **kept | json.loads(facts))
+    seal(path.parent, **kept)
 
 
 def forge(run: Path, name: str, entry: str) -> None:
@@ -128,7 +128,7 @@ def inflict(run: Path, do: str) -> None:
     elif verb == "forge":
         forge(run, *words)
     elif verb == "reseal":
-        reseal(place(run, words[0]), *words[1:])
+        reseal(place(run, *words))
     elif words[0].split("/")[0].isdecimal():
         for word in words:
             steps, name = word.split("/")

@@ -55,7 +55,6 @@ def test_a_file_outside_is_neither_deleted_nor_moved(way, tmp_path, caplog):
         {"recipe": {}},
         {"recipe": RECORD | {"max_steps": "4"}},
         {"step": None},
-        {"order": "first"},
     ],
 )
 def test_a_malformed_record_is_ignored(changes, tmp_path, caplog):

@@ -11,9 +11,8 @@ from grpo_ext.config.resuming import REQUEST_FILE, Request, noted, requested
 from grpo_ext.evaluation import results
 from grpo_ext.report import reading
 from grpo_ext.trainer import nonfinite, recording
-from grpo_ext.trainer.checkpoints.choice import Sound, newest_sound, numbered
+from grpo_ext.trainer.checkpoints.choice import Sound, numbered
 from grpo_ext.trainer.checkpoints.finish import RECORDS, write_finished
-from grpo_ext.trainer.checkpoints.manifest import branch_of, continued_by
 from grpo_ext.trainer.checkpoints.starting import _beginning, _carried_out, _start
 from support.killed import killed_at
 from support.run_folders import checkpoint
@@ -28,19 +27,17 @@ def trains(out: Path, asked, *steps: int) -> str | None:
     if begin.over:
         return begin.over
     if begin.request is not None:
-        _carried_out(out, begin.request, begin.checkpoint)
-    _, branch = _start(out, begin.checkpoint, HERE)
+        _carried_out(out, begin.request)
+    _start(out, begin.checkpoint, HERE)
     for step in steps:
-        checkpoint(out, step, **branch.facts())
+        checkpoint(out, step)
     return begin.checkpoint and Path(begin.checkpoint).name
 
 
 def ends(out: Path, step: int, steps: int = 8) -> None:
     """What the end of a run leaves."""
     (out / "model.safetensors").write_text(f"model of step {step}")
-    order = branch_of(numbered(out)[0]).order if numbered(out) else 1
-    facts = {"step": step, "max_steps": steps, "order": order}
-    write_finished(out, ["model.safetensors"], HERE | {"max_steps": steps}, **facts)
+    write_finished(out, ["model.safetensors"], HERE | {"max_steps": steps}, step=step, max_steps=steps)
 
 
 def left(out: Path) -> list[str]:
@@ -101,7 +98,7 @@ def test_killed_at_any_file_operation_of_going_back(where, plainly, tmp_path):
         trains(out.parent / "elsewhere", None, 5)
         before, wanted = contents(out), asked.format(out=out)
         begin = _beginning(out, wanted, HERE)
-        died = killed_at(operation, lambda out=out, b=begin: _carried_out(out, b.request, b.checkpoint))
+        died = killed_at(operation, lambda out=out, b=begin: _carried_out(out, b.request))
         if noted(out) is None:
             assert contents(out) == before  # nothing has been touched: the plain command is that of the old run
         if noted(out) is not None or not plainly:
@@ -162,14 +159,23 @@ def test_another_request_is_carried_out(tmp_path):
     assert len(list(out.glob("_before-*"))) == 3
 
 
-def test_an_abandoned_branch_can_be_resumed(tmp_path):
-    """What both have in common stays, what the other branch wrote since goes aside."""
+def test_what_was_moved_aside_can_be_resumed(tmp_path):
+    """It is a checkpoint of another folder: all that is in this one goes aside."""
     out = a_finished_run(tmp_path)
     trains(out, str(out / "checkpoint-4"), 5, 6)
     [aside] = out.glob("_before-*")
     assert trains(out, str(aside / "checkpoint-8"), 9) == "checkpoint-8"
-    assert [path.name for path in numbered(out)] == ["checkpoint-9", "checkpoint-4", "checkpoint-2"]
+    assert [path.name for path in numbered(out)] == ["checkpoint-9"]
     assert trains(out, None) == "checkpoint-9"
+
+
+@pytest.mark.parametrize("link", ["of the folder", "of the checkpoint"])
+def test_a_checkpoint_of_the_folder_that_is_named_by_a_link_stays(link, tmp_path):
+    out = a_finished_run(tmp_path / "out")
+    path = tmp_path / "link"
+    path.symlink_to(out if link == "of the folder" else out / "checkpoint-4")
+    trains(out, str(path / "checkpoint-4" if link == "of the folder" else path))
+    assert [path.name for path in numbered(out)] == ["checkpoint-4", "checkpoint-2"]
 
 
 def test_never_starts_over_if_the_recipe_has_changed(tmp_path, caplog):
@@ -194,29 +200,39 @@ def test_a_fresh_start_does_not_silently_start_over(tmp_path, caplog):
     assert [path.name for path in tmp_path.glob("_before-*/*")] == ["checkpoint-2"]
 
 
-def test_the_lineage_of_each_checkpoint_is_recorded(tmp_path):
-    trains(tmp_path, None, 2, 4)
-    trains(tmp_path, None, 6)
-    trains(tmp_path, str(tmp_path / "checkpoint-4"), 7)
-    first, last = (branch_of(tmp_path / f"checkpoint-{step}") for step in (4, 7))
-    [aside] = tmp_path.glob("_before-*")
-    assert last.lineage == ((first.id, 4),)
-    assert branch_of(aside / "checkpoint-6").lineage == ((first.id, 4),)
-    assert branch_of(aside / "checkpoint-6").id != last.id
-    assert first.order < branch_of(aside / "checkpoint-6").order < last.order
-    assert continued_by(tmp_path / "checkpoint-4", tmp_path / "checkpoint-7", 7)
-    assert not continued_by(aside / "checkpoint-6", tmp_path / "checkpoint-7", 7)
-
-
 def test_a_script_that_goes_back_leaves_nothing_newer_behind(tmp_path):
     """`train(resume_from_checkpoint=PATH)` goes back each time, and True then continues what it began."""
     out = a_finished_run(tmp_path)
     for _ in range(2):
-        found, branch = _start(out, str(out / "checkpoint-4"), HERE)
-        assert Path(found).name == "checkpoint-4"
+        assert Path(_start(out, str(out / "checkpoint-4"), HERE)).name == "checkpoint-4"
         assert [path.name for path in numbered(out)] == ["checkpoint-4", "checkpoint-2"]
-        checkpoint(out, 5, **branch.facts())
-    assert Path(_start(out, True, HERE)[0]).name == "checkpoint-5"
+        checkpoint(out, 5)
+    assert Path(_start(out, True, HERE)).name == "checkpoint-5"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("asked", "stay"), [(None, []), ("never", []), ("checkpoint-4", ["checkpoint-4", "checkpoint-2"])]
+)
+def test_a_script_that_is_killed_while_it_goes_back_finishes_the_move(asked, stay, tmp_path):
+    """`train()` begins at step 0: it leaves no older run's checkpoints, of which the newest would be resumed from."""
+    for operation in range(1, 500):
+        out = a_finished_run(tmp_path / str(operation))
+        before, wanted = contents(out), str(out / asked) if stay else asked
+        died = killed_at(operation, lambda out=out, w=wanted: _start(out, w, HERE))
+        _start(out, wanted, HERE)
+        [aside] = out.glob("_before-*")
+        assert contents(out, aside) == before
+        assert [path.name for path in numbered(out)] == stay
+        if not died:
+            break
+    assert operation > 8
+
+
+def test_a_script_that_begins_in_a_folder_without_checkpoints_moves_nothing(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert _start(tmp_path, None, HERE) is None
+    assert left(tmp_path) == ["metrics.jsonl"]
 
 
 def test_a_script_that_may_not_resume_there_moves_nothing(tmp_path):
@@ -231,7 +247,7 @@ def test_a_script_that_may_not_resume_there_moves_nothing(tmp_path):
 def test_a_sealed_checkpoint_of_a_killed_run_is_moved_aside_too(tmp_path):
     """It gets its name before the old run is moved, not after."""
     trains(tmp_path, None, 2)
-    checkpoint(tmp_path / "_saving", 3, **branch_of(tmp_path / "checkpoint-2").facts())
+    checkpoint(tmp_path / "_saving", 3)
     assert trains(tmp_path, "never") is None
     assert numbered(tmp_path) == []
     assert sorted(path.name for path in tmp_path.glob("_before-*/*")) == ["checkpoint-2", "checkpoint-3"]
@@ -245,23 +261,14 @@ def test_the_folders_of_records_are_those_that_a_run_writes():
     }
 
 
-def test_a_run_of_a_version_without_branches(tmp_path):
-    """Its checkpoints are those of one branch, older than all others."""
-    for step in (2, 4, 6):
-        checkpoint(tmp_path, step)
-    assert trains(tmp_path, str(tmp_path / "checkpoint-4"), 5) == "checkpoint-4"
-    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-5", "checkpoint-4", "checkpoint-2"]
-    assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-5")
-
-
 @pytest.mark.parametrize(
-    "note", ["", "[" * 100_000, "[]", '{"asked": "never"}', '{"asked": "never", "order": 1, "aside": "../x"}']
+    "note", ["", "[" * 100_000, "[]", '{"asked": "never"}', '{"asked": "never", "step": -1, "aside": "../x"}']
 )
 def test_a_damaged_request_file_is_ignored(note, tmp_path):
     (tmp_path / REQUEST_FILE).write_text(note)
     assert noted(tmp_path) is None
-    (tmp_path / REQUEST_FILE).write_text(json.dumps({"asked": "never", "order": 1, "aside": "_before-x"}))
-    assert noted(tmp_path) == Request("never", 1, "_before-x")
+    (tmp_path / REQUEST_FILE).write_text(json.dumps({"asked": "never", "step": -1, "aside": "_before-x"}))
+    assert noted(tmp_path) == Request("never", -1, "_before-x")
 
 
 def test_values_of_resume_from_checkpoint(tmp_path, monkeypatch):
@@ -311,28 +318,21 @@ def test_a_folder_that_was_moved_still_finds_the_checkpoint_of_its_request(aside
     assert begin.checkpoint == str(moved / asked.relative_to(out))
 
 
-def test_checkpoints_that_a_user_put_back_are_not_overwritten(tmp_path, caplog):
-    """After `never`: the plain command refuses, and the same command moves them aside again."""
+@pytest.mark.parametrize("again", ["never", None])
+def test_a_checkpoint_that_a_user_put_back_is_resumed_from(again, tmp_path):
     out = a_finished_run(tmp_path)
     trains(out, "never")
-    [aside] = out.glob("_before-*")
-    (aside / "checkpoint-8").rename(out / "checkpoint-8")
-    with pytest.raises(ConfigError, match=r"checkpoint-8 appeared there.*Delete .*_request\.json to resume"):
-        trains(out, None)
-    assert trains(out, "never") is None
-    assert "checkpoint-8 appeared there" in caplog.text
-    assert numbered(out) == []
-    (out / "checkpoint-8").mkdir()
-    (out / REQUEST_FILE).unlink()
-    next(out.glob("_before-*/checkpoint-8")).replace(out / "checkpoint-8")
-    assert trains(out, None) == "checkpoint-8"
+    next(out.glob("_before-*/checkpoint-8")).rename(out / "checkpoint-8")
+    assert trains(out, again) == "checkpoint-8"
+    assert len(list(out.glob("_before-*"))) == 1
 
 
-def test_records_of_an_abandoned_branch_are_moved_aside(tmp_path):
-    """An evaluation after the last common step is of other weights, also where its step is one of both branches."""
+def test_records_of_another_attempt_are_moved_aside(tmp_path):
+    """An evaluation after the step that is gone back to is of other weights, also where both attempts have one."""
     out = a_finished_run(tmp_path)
-    trains(out, str(out / "checkpoint-4"), 5, 6)
-    (out / "evaluation" / "held_out" / "step_6.json").write_text("of the second branch")
-    [aside] = out.glob("_before-*")
-    trains(out, str(aside / "checkpoint-8"))
-    assert [path.name for path in (out / "evaluation" / "held_out").iterdir()] == ["step_4.json"]
+    for attempt in ("second", "third"):
+        trains(out, str(out / "checkpoint-4"), 5, 6)
+        assert [path.name for path in (out / "evaluation" / "held_out").iterdir()] == ["step_4.json"]
+        (out / "evaluation" / "held_out" / "step_6.json").write_text(f"of the {attempt}")
+        (out / REQUEST_FILE).unlink()
+    assert len(list(out.glob("_before-*"))) == 2

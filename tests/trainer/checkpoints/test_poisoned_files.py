@@ -75,7 +75,7 @@ def test_a_poisoned_file_is_one_message(file, kind, whole, tmp_path, capsys):
     (checkpoint / file).write_bytes(content)
     if file != MANIFEST:
         (checkpoint / MANIFEST).unlink()
-        seal(checkpoint, **{key: facts[key] for key in ("step", "branch", "order", "lineage")})
+        seal(checkpoint, step=facts["step"])
     argv = adapted.write_recipe(tmp_path, str(whole / "base"), tmp_path / "run", **SETTINGS)
     with pytest.raises(SystemExit) as end:
         main(argv)

@@ -121,14 +121,6 @@ def test_rotation_deletes_damaged_checkpoints_first(tmp_path):
     assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3", "checkpoint-1"]
 
 
-def test_rotation_goes_by_branches_before_steps(tmp_path):
-    """A run that begins afresh in the same folder does not lose its own to an older run's of more steps."""
-    for step, branch in ((50, 1), (100, 1), (2, 2), (4, 2)):
-        checkpoint(tmp_path, step, branch=f"of start {branch}", order=branch, lineage=[])
-    rotate(tmp_path / "checkpoint-4", 2, None)
-    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-4", "checkpoint-2"]
-
-
 @pytest.mark.parametrize("limit", [1, 2, 3])
 @pytest.mark.parametrize("jumps_at", range(1, 9))
 def test_no_clock_decides_which_checkpoint_is_newer(jumps_at, limit, tmp_path, monkeypatch):

@@ -19,15 +19,7 @@ from grpo_ext.bounded import read_json
 from grpo_ext.config.resuming import FRESH_START, requested
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
-from grpo_ext.trainer.checkpoints.manifest import (
-    MANIFEST,
-    STATE,
-    UNSEALED,
-    branch_of,
-    damage,
-    newest_first,
-    step_of,
-)
+from grpo_ext.trainer.checkpoints.manifest import MANIFEST, STATE, UNSEALED, damage, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,22 +55,21 @@ def checkpoint_to_resume(output_dir: Path, asked: object) -> Sound | None:
     return None if request == FRESH_START else named(Path(str(asked)))
 
 
-def numbered(output_dir: Path, since: int = 0) -> list[Path]:
-    """Return all `checkpoint-N` of a folder, newest first, from the branch of order `since` on."""
-    found = [path for path in output_dir.iterdir() if step_of(path) is not None] if output_dir.is_dir() else []
-    return newest_first(found, since)
+def numbered(output_dir: Path, beyond: int = -1) -> list[Path]:
+    """Return all `checkpoint-N` of a folder with N > `beyond`, newest first."""
+    found = {path: step_of(path) for path in output_dir.iterdir()} if output_dir.is_dir() else {}
+    steps = {path: step for path, step in found.items() if step is not None and step > beyond}
+    return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
-def newest_sound(output_dir: Path, since: int = 0, beyond: int = -1) -> Sound | None:
+def newest_sound(output_dir: Path) -> Sound | None:
     """Return the newest sound checkpoint of a folder, and warn of each newer one; None if there are none at all.
-
-    Branches before the order `since` do not count, nor checkpoints without a readable manifest up to step `beyond`.
 
     Raises:
         ConfigError: there are some, and all are damaged.
     """
     damaged: list[str] = []
-    candidates = [path for path in numbered(output_dir, since) if (step_of(path) or 0) > beyond or branch_of(path)]
+    candidates = numbered(output_dir)
     for path in candidates:
         if not (found := faults(path)):
             for message in damaged:

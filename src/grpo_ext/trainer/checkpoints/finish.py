@@ -1,15 +1,15 @@
-"""The end of a run: its model and `finished.json`; and moving a run aside to make room for another."""
+"""The end of a run: its model and `finished.json`; and moving aside what is newer than a step."""
 
 import json
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_ext.bounded import read_json
-from grpo_ext.config.resuming import FRESH_START, REQUEST_FILE, Request
+from grpo_ext.config.resuming import FRESH_START, REQUEST_FILE, noted
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, WEIGHTS, numbered
 from grpo_ext.trainer.checkpoints.identity import changes
@@ -29,8 +29,8 @@ _OF_A_STEP = re.compile(r"(?:step_?|completions_)(\d+)")
 _KINDS = {"step": int, "files": dict, "recipe": dict}
 
 
-def finished(output_dir: Path, since: int = 0) -> dict[str, Any] | None:
-    """Return the content of `finished.json`, if it is readable and of a branch of the order `since` or later."""
+def finished(output_dir: Path) -> dict[str, Any] | None:
+    """Return the content of `finished.json`, if it is readable."""
     path = output_dir / FINISHED_FILE
     try:
         content = read_json(path)
@@ -42,29 +42,28 @@ def finished(output_dir: Path, since: int = 0) -> dict[str, Any] | None:
     if reason is not None:
         logger.warning(f"{path} {reason}. The run counts as not finished.")
         return None
-    return dict(content) if since <= content.get("order", 0) else None
+    return dict(content)
 
 
 def _malformed(content: Any) -> str | None:
     known = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in _KINDS.items())
     lengths = [content["recipe"].get(key) for key in ("max_steps", "num_train_epochs")] if known else []
-    if not known or not all(isinstance(number, int | float) for number in (content.get("order", 0), *lengths)):
+    if not known or not all(isinstance(number, int | float) for number in lengths):
         return "is not the record of a run"
     return wrong_entry(content["files"])
 
 
-def already_done(output_dir: Path, here: Mapping[str, Any], request: Request | None = None) -> str | None:
+def already_done(output_dir: Path, here: Mapping[str, Any]) -> str | None:
     """Return a message if this run is complete and its model sound; None if there is something left to do.
 
     Args:
         output_dir: the run's folder.
         here: the run's record.
-        request: the last explicit request; an end before it does not count.
 
     Raises:
         ConfigError: another run has finished here.
     """
-    content = finished(output_dir, request.order if request else 0)
+    content = finished(output_dir)
     if content is None:
         return None
     since = changes(content["recipe"], here)
@@ -72,11 +71,11 @@ def already_done(output_dir: Path, here: Mapping[str, Any], request: Request | N
         raise since.refusal(output_dir)
     if _goes_further(content, here) or changed_files(output_dir, content["files"]):
         return None
-    return "\n".join([*since.sentences(), _over(output_dir, content, request)])
+    return "\n".join([*since.sentences(), _over(output_dir, content)])
 
 
-def _over(output_dir: Path, content: Mapping[str, Any], request: Request | None) -> str:
-    again = f"--resume_from_checkpoint {FRESH_START}"
+def _over(output_dir: Path, content: Mapping[str, Any]) -> str:
+    again, request = f"--resume_from_checkpoint {FRESH_START}", noted(output_dir)
     if request is not None and request.afresh:
         again = f"delete {output_dir / REQUEST_FILE} and use {again}"
     return (
@@ -92,14 +91,14 @@ def _goes_further(content: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     return bool(there["max_steps"] > 0 or here["num_train_epochs"] > there["num_train_epochs"])
 
 
-def check_can_start(output_dir: Path, since: int = 0) -> None:
-    """Refuse to start over where a run of the order `since` or later has finished and left no checkpoint.
+def check_can_start(output_dir: Path) -> None:
+    """Refuse to start over where a run has finished and left no checkpoint.
 
     Raises:
         ConfigError: it would overwrite its own model, or the model was lost.
     """
-    content = finished(output_dir, since)
-    if content is None:
+    content = finished(output_dir)
+    if content is None or numbered(output_dir):
         return
     start, left = "", "its model and checkpoints are gone"
     if holds_weights(output_dir):
@@ -147,18 +146,18 @@ def write_finished(output_dir: Path, names: list[str], recipe: Mapping[str, obje
     write_synced(output_dir / FINISHED_FILE, json.dumps(content, indent=1))
 
 
-def move_aside(output_dir: Path, aside: str, kept: Collection[Path] = (), step: int = -1) -> bool:
-    """Move a run's checkpoints except those `kept`, its model, its log and its records after `step`.
+def move_aside(output_dir: Path, aside: str, step: int = -1) -> bool:
+    """Move a run's checkpoints and records after `step`, its model and its log.
 
     If this is killed, a second call moves the rest: `finished.json`, which lists the model's files, is moved last.
 
     Returns:
         True if there was anything to move.
     """
-    checkpoints = [path for path in numbered(output_dir) if path not in kept]
+    checkpoints = numbered(output_dir, step)
     content = finished(output_dir) or {"files": {}}
     ended = [path for path in (output_dir / FINISHED_FILE,) if os.path.lexists(path)]
-    if kept and not checkpoints and not ended:
+    if step >= 0 and not checkpoints and not ended:
         return False
     names = dict.fromkeys([*content["files"], OBJECTIVE_FILE, METRICS_FILE, CARD])
     beside = [output_dir / name for name in names if (output_dir / name).exists() and _lies_in(output_dir, name)]

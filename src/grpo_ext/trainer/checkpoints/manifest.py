@@ -1,15 +1,13 @@
-"""The manifest of a checkpoint: size and hash of each file, to find damage before a file is read; and its branch."""
+"""The manifest of a checkpoint: size and hash of each file, to find damage before a file is read."""
 
 import errno
 import hashlib
 import json
 import os
 import re
-import secrets
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -192,69 +190,3 @@ def _change(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> str |
 
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-# The history of checkpoints: which start of a run wrote each, and which earlier ones it continues.
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One start of a run, recorded in the manifest of each checkpoint that it writes.
-
-    Attributes:
-        id: random; empty for a checkpoint without a record of its branch.
-        order: larger than that of all earlier starts in the folder, so that no clock decides which one is newer.
-        lineage: the branches that it continues, oldest first, each with the last common step.
-    """
-
-    id: str = ""
-    order: int = 0
-    lineage: tuple[tuple[str, int], ...] = ()
-
-    def facts(self) -> dict[str, Any]:
-        """Return the entries of a manifest."""
-        return {"branch": self.id, "order": self.order, "lineage": [list(part) for part in self.lineage]}
-
-
-def branch_of(checkpoint: Path) -> Branch | None:
-    """Return the branch that wrote a checkpoint; None if its manifest is unreadable or has no valid record of it."""
-    content = read(checkpoint / MANIFEST)
-    if isinstance(content, str):
-        return None
-    id, order, lineage = content.get("branch", ""), content.get("order", 0), content.get("lineage", [])
-    if not (isinstance(id, str) and type(order) is int and isinstance(lineage, list)):
-        return None
-    parts = [tuple(part) for part in lineage if isinstance(part, list)]
-    known = [(str(name), step) for name, step in (part for part in parts if len(part) == 2) if type(step) is int]
-    return Branch(id, order, tuple(known))
-
-
-def newest_first(checkpoints: Iterable[Path], since: int = 0) -> list[Path]:
-    """Sort by the order of the branches, then by step; leave out branches before the order `since`.
-
-    A checkpoint without a readable manifest counts as one of the last branch.
-    """
-    branches = {path: branch_of(path) for path in checkpoints}
-    last = max([since, *(branch.order for branch in branches.values() if branch)])
-    places = {path: (last if b is None else b.order, step_of(path) or 0) for path, b in branches.items()}
-    return sorted((path for path in places if places[path][0] >= since), key=places.__getitem__, reverse=True)
-
-
-def last_order(checkpoints: Iterable[Path]) -> int:
-    """Return the largest order of some checkpoints, or 0."""
-    return max((branch.order for path in checkpoints if (branch := branch_of(path))), default=0)
-
-
-def new_branch(order: int, checkpoint: Path | None = None, step: int | None = None) -> Branch:
-    """Return a new branch that begins at the `step` of a checkpoint or, without one, at the beginning."""
-    if checkpoint is None:
-        return Branch(secrets.token_hex(4), order)
-    parent = branch_of(checkpoint) or Branch()
-    return Branch(secrets.token_hex(4), order, (*parent.lineage, (parent.id, step or 0)))
-
-
-def continued_by(older: Path, checkpoint: Path, step: int) -> bool:
-    """Return whether a `checkpoint-N` is an ancestor of the `step` of another checkpoint."""
-    branch, old = branch_of(checkpoint) or Branch(), branch_of(older) or Branch()
-    common = {**dict(branch.lineage), branch.id: step}
-    return (step_of(older) or 0) <= common.get(old.id, -1)

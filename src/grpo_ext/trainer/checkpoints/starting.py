@@ -12,17 +12,9 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.resuming import ASIDE, FRESH_START, REQUEST_FILE, Request, noted, relative_to, requested
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.trainer.checkpoints.choice import Sound, named, newest_sound, numbered, recorded_step
-from grpo_ext.trainer.checkpoints.finish import already_done, check_can_start, finished, move_aside
+from grpo_ext.trainer.checkpoints.finish import already_done, check_can_start, move_aside
 from grpo_ext.trainer.checkpoints.identity import changes_since
-from grpo_ext.trainer.checkpoints.manifest import (
-    Branch,
-    branch_of,
-    continued_by,
-    last_order,
-    new_branch,
-    step_of,
-    write_synced,
-)
+from grpo_ext.trainer.checkpoints.manifest import step_of, write_synced
 from grpo_ext.trainer.checkpoints.processes import agreed, check_seen_by_all
 from grpo_ext.trainer.checkpoints.writing import recover
 
@@ -63,53 +55,39 @@ def beginning(args: GRPOExtConfig, here: Mapping[str, Any]) -> Beginning:
 
 def _beginning(output_dir: Path, asked: object, here: Mapping[str, Any]) -> Beginning:
     recover(output_dir)
-    before, wanted = noted(output_dir), requested(asked)
+    before, wanted = noted(output_dir), _wanted(output_dir, asked)
     if wanted is None:
-        return _continued(output_dir, before, here)
-    if before is not None and before.asked == wanted:
+        return _continued(output_dir, here)
+    if before is not None and before.moved and before.asked == wanted:
         try:
-            found = _continued(output_dir, before, here)
-            return found if found.request else replace(found, repeated=_repeated(output_dir, asked))
+            return replace(_continued(output_dir, here), repeated=_repeated(output_dir, asked))
         except ConfigError as error:  # a changed recipe or damaged checkpoints, which `never` cures
             if not before.afresh:
                 raise
             logger.warning(f"{error}\n--resume_from_checkpoint {FRESH_START} starts from the beginning.")
-    checkpoint = None if wanted == FRESH_START else named(Path(str(asked)))
-    return _checked(Beginning(checkpoint, request=_new_request(output_dir, wanted)), here)
+    return _checked(_going_back(output_dir, wanted), here)
 
 
-def _continued(output_dir: Path, request: Request | None, here: Mapping[str, Any]) -> Beginning:
-    """Resume the run of the last request; carry the request out if no checkpoint has been written since."""
-    since = request.order if request else 0
-    if over := already_done(output_dir, here, request):
+def _wanted(output_dir: Path, asked: object) -> str | None:
+    """Return `never`, a checkpoint, or None for the newest: what is asked for, else what a killed command began."""
+    before = noted(output_dir)
+    return requested(asked) or (None if before is None or before.moved else before.asked)
+
+
+def _continued(output_dir: Path, here: Mapping[str, Any]) -> Beginning:
+    """Resume the run that is in the folder, or begin it."""
+    if over := already_done(output_dir, here):
         return Beginning(over=over)
-    if (checkpoint := _newest_begun(output_dir, request)) is not None:
-        return _checked(Beginning(checkpoint), here)
-    check_can_start(output_dir, since)
-    if request is None or request.afresh:
-        _check_empty(output_dir, request)
-        return Beginning(request=request)
-    return _checked(Beginning(named(Path(request.asked)), request=request), here)
+    check_can_start(output_dir)
+    return _checked(Beginning(_newest(output_dir)), here)
 
 
-def _check_empty(output_dir: Path, request: Request | None) -> None:
-    """Raise if there are checkpoints although a fresh start has written none: somebody has put them there."""
-    if request is not None and request.moved and (there := numbered(output_dir)):
-        names = ", ".join(path.name for path in there)
-        reason = f"{names} appeared there after --resume_from_checkpoint {FRESH_START} had moved everything aside"
-        cure = (
-            f"Delete {output_dir / REQUEST_FILE} to resume from the newest sound one, or name one: "
-            f"--resume_from_checkpoint {there[0]}."
-        )
-        raise ConfigError([Problem("output_dir", str(output_dir), reason, cure)])
-
-
-def _newest_begun(output_dir: Path, request: Request | None) -> Sound | None:
-    """Return the newest sound checkpoint that is not of an abandoned run or branch."""
-    if request is None:
+def _newest(output_dir: Path) -> Sound | None:
+    """Return the newest sound checkpoint, or the one that the run went back to if none was written since."""
+    before = noted(output_dir)
+    if before is None or before.afresh or numbered(output_dir, before.step):
         return newest_sound(output_dir)
-    beyond = -1 if request.afresh else step_of(Path(request.asked)) or -1
-    return newest_sound(output_dir, request.order, beyond) if request.moved else None
+    return named(Path(before.asked))
 
 
 def _checked(found: Beginning, here: Mapping[str, Any]) -> Beginning:
@@ -140,95 +118,79 @@ def _repeated(output_dir: Path, asked: object) -> str:
 # Going back.
 
 
-def _new_request(output_dir: Path, wanted: str) -> Request:
+def _going_back(output_dir: Path, wanted: str) -> Beginning:
+    """Return a beginning at `wanted`, with the request to move aside what is newer."""
+    before, checkpoint = noted(output_dir), None if wanted == FRESH_START else named(Path(wanted))
+    if before is not None and not before.moved and before.asked == wanted:  # a kill has interrupted it
+        return Beginning(checkpoint, request=before)
+    step = -1 if checkpoint is None else _last_kept(Path(checkpoint), output_dir)
     stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
     names = (f"{ASIDE}{stamp}{f'-{i}' if i else ''}" for i in range(1000))
     aside = next(name for name in names if not (output_dir / name).exists())
-    return Request(wanted, _next_order(output_dir), aside)
+    return Beginning(checkpoint, request=Request(wanted, step, aside))
 
 
-def _next_order(output_dir: Path) -> int:
-    """Return an order larger than any in the folder."""
-    before, ended = noted(output_dir), finished(output_dir) or {}
-    return max(1 + last_order(numbered(output_dir)), 1 + ended.get("order", -1), before.order if before else 0)
+def _last_kept(checkpoint: Path, output_dir: Path) -> int:
+    """Return the step of a checkpoint of this folder, also by a link; -1 for one of another folder."""
+    inside = output_dir.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
+    return (recorded_step(checkpoint) or -1) if inside else -1
 
 
 def make_room(args: GRPOExtConfig, begin: Beginning) -> str | None:
-    """Record the request and move aside all files that do not lead to its checkpoint; return a message about them."""
+    """Record the request and move aside what is newer than its checkpoint; return a message about it."""
     request = begin.request
-    if request is None:
-        return None
-    return agreed(lambda: _carried_out(Path(args.output_dir or "."), request, begin.checkpoint))
+    return None if request is None else agreed(lambda: _carried_out(Path(args.output_dir or "."), request))
 
 
-def _carried_out(output_dir: Path, request: Request, checkpoint: str | None) -> str | None:
+def _carried_out(output_dir: Path, request: Request) -> str | None:
     """Carry out a request; after a kill at any moment, the next command finds the record and does the rest."""
-    if request.moved:
-        return None
     output_dir.mkdir(parents=True, exist_ok=True)
     _note(output_dir, request)
-    kept = [] if checkpoint is None else _leading_to(Path(checkpoint), output_dir)
-    moved = move_aside(output_dir, request.aside, kept, max((step_of(path) or 0 for path in kept), default=-1))
+    moved = move_aside(output_dir, request.aside, request.step)
     _note(output_dir, replace(request, moved=True))
-    if not moved:
-        return None
-    what = f"Everything that did not lead to {checkpoint}" if kept else f"The run that was in {output_dir}"
-    return f"{what} is now in {output_dir / request.aside}."
+    what = f"What is newer than {request.asked}" if request.step >= 0 else f"The run that was in {output_dir}"
+    return f"{what} is now in {output_dir / request.aside}." if moved else None
 
 
 def _note(output_dir: Path, request: Request) -> None:
     write_synced(output_dir / REQUEST_FILE, json.dumps(asdict(request) | {"asked": relative_to(request, output_dir)}))
 
 
-def _leading_to(checkpoint: Path, output_dir: Path) -> list[Path]:
-    """Return the checkpoints of the folder that lead to this one, itself included."""
-    inside = checkpoint.absolute().parent == output_dir.absolute()
-    if not inside and not (branch_of(checkpoint) or Branch()).id:
-        return []  # of another folder, and without a record of its branch
-    step = recorded_step(checkpoint) or 0
-    return [path for path in numbered(output_dir) if continued_by(path, checkpoint, step)]
-
-
 # Each start of the trainer.
 
 
-def start(args: GRPOExtConfig, asked: object, here: Mapping[str, Any]) -> tuple[str | None, Branch]:
-    """Return the checkpoint that `trainer.train(resume_from_checkpoint=...)` resumes from, and its new branch.
+def start(args: GRPOExtConfig, asked: object, here: Mapping[str, Any]) -> str | None:
+    """Return the checkpoint that `trainer.train(resume_from_checkpoint=...)` resumes from.
 
-    True means the newest checkpoint; a path is resumed from at each call, as in transformers.
+    True means the newest checkpoint. A path, or None for the beginning, is gone back to at each call.
 
     Raises:
         ConfigError: like `beginning`; also if True finds a folder without checkpoints.
     """
-    found, branch = agreed(lambda: _start(Path(args.output_dir or "."), asked, here))
+    found = agreed(lambda: _start(Path(args.output_dir or "."), asked, here))
     if found is not None:
         check_seen_by_all(Path(found), same=not args.save_on_each_node)
-    return found, branch
+    return found
 
 
-def _start(output_dir: Path, asked: object, here: Mapping[str, Any]) -> tuple[str | None, Branch]:
-    if asked is None or requested(asked) == FRESH_START:
-        recover(output_dir)
-        return None, new_branch(_next_order(output_dir))
+def _start(output_dir: Path, asked: object, here: Mapping[str, Any]) -> str | None:
     begin = Beginning(asked) if isinstance(asked, Sound) else _asked_by_a_script(output_dir, asked)
-    if begin.checkpoint is None:
-        cure = "Leave it out to start from the beginning."
-        raise ConfigError([Problem("resume_from_checkpoint", True, f"no checkpoint in {output_dir}", cure)])
-    since = changes_since(begin.checkpoint, here)
+    since = None if begin.checkpoint is None else changes_since(begin.checkpoint, here)
     for sentence in since.sentences() if since is not None else ():
         logger.warning(sentence)
-    if begin.request is not None and (moved := _carried_out(output_dir, begin.request, begin.checkpoint)):
+    if begin.request is not None and (moved := _carried_out(output_dir, begin.request)):
         logger.warning(moved)
-    checkpoint = Path(begin.checkpoint)
-    return str(checkpoint), new_branch(_next_order(output_dir), checkpoint, recorded_step(checkpoint))
+    return None if begin.checkpoint is None else str(begin.checkpoint)
 
 
 def _asked_by_a_script(output_dir: Path, asked: object) -> Beginning:
     recover(output_dir)
-    wanted, before = requested(asked), noted(output_dir)
-    if wanted is not None:
-        return Beginning(named(Path(str(asked))), request=_new_request(output_dir, wanted))
-    found = _newest_begun(output_dir, before)
-    if found is not None or before is None or before.afresh:
-        return Beginning(found)
-    return Beginning(named(Path(before.asked)), request=before)
+    before, wanted = noted(output_dir), _wanted(output_dir, asked)
+    if asked is None or requested(asked) == FRESH_START:
+        interrupted = before is not None and not before.moved
+        return _going_back(output_dir, FRESH_START) if interrupted or numbered(output_dir) else Beginning()
+    begin = Beginning(_newest(output_dir)) if wanted is None else _going_back(output_dir, wanted)
+    if begin.checkpoint is None:
+        cure = "Leave it out to start from the beginning."
+        raise ConfigError([Problem("resume_from_checkpoint", True, f"no checkpoint in {output_dir}", cure)])
+    return begin

@@ -161,7 +161,7 @@ def _unused(path: Path) -> Path:
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Delete checkpoints beyond `limit`: first what looks damaged, then the oldest by branch and step.
+    """Delete checkpoints beyond `limit`: first what looks damaged, then the oldest.
 
     Never the newest, which has just been sealed, nor the best one, nor what is not called `checkpoint-N`.
     """

@@ -28,7 +28,7 @@ _NEARLY_NOTHING = 0.1
 """Weight of all completions below which hardly any of them trains."""
 _FEW_CARRY, _OFTEN_CLIPPED = 0.3, 0.1
 """Effective share of completions below which, and clipped share above which, a batch is stale. The first does not show
-it without the second: in benchmarks/claims.md a low share is as frequent without a fall of the pass rate."""
+it without the second: a low share is frequent in sound runs too."""
 _CUT, _SILENT = "completions/clipped_ratio", "advantages/zero_variance_groups"
 _ANOTHER_TEXT = 0.2
 """Nats per token that appear at once where two models read different prompts."""
@@ -39,7 +39,7 @@ _MANY = 20
 
 
 OF_UPDATES = _SIZE, _CLIPPED = "ratio/ess_completions", "clip_ratio/region_mean"
-"""Metrics that are read of all rows: further steps on a generation and replays have no reward."""
+"""Metrics that are read of all rows: further steps on a generation have no reward."""
 
 
 class History:

@@ -214,8 +214,7 @@ RULES: tuple[Rule, ...] = (
         "`ratio/ess_completions` stays below 0.3, and `clip_ratio/region_mean` above 0.1",
         "the policy is far from the one that sampled its completions, so that few of them carry the update",
         "Lower `learning_rate`, or train on younger completions: lower `num_iterations`, `steps_per_generation` or "
-        "`rollout_ahead`, other `replay_batches`. On batches 64 updates old `loss_type: cispo`, `sapo`, `dppo` and "
-        "`deepseek_v3` fell less often than `dapo`, `grpo` and `gspo` (benchmarks/claims.md).",
+        "`rollout_ahead`.",
     ),
     Rule(
         "sign of a reward",
