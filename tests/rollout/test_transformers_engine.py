@@ -225,7 +225,7 @@ def test_no_mask_is_built_where_nothing_is_padded():
     hook = model.register_forward_pre_hook(lambda _, args, k: masks.append(k["attention_mask"]), with_kwargs=True)
     with hook, GroupedEngine(required=True).generating(model):
         model.generate(**prompts([6, 6]), generation_config=settings(max_new_tokens=3))
-        assert [mask is None for mask in masks] == [False, True, True]
+        assert [mask is None for mask in masks[1:]] == [True, True]  # the first is transformers', which 5.20 drops
         masks.clear()
         model.generate(**prompts([4, 30, 4, 6]), generation_config=settings(max_new_tokens=3, eos_token_id=[first]))
     assert [mask is None for mask in masks] == [False, False, False]

@@ -10,6 +10,7 @@ from grpo_ext.commands.arguments import COMMANDS, overview, parse_command_line
 from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
 from grpo_ext.registry import did_you_mean
 from grpo_ext.terminal import safe_output
+from grpo_ext.versions import naming_untested
 
 NO_BARS = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
 """Set without a terminal: in a log file every update of a bar is one more line."""
@@ -44,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
         return 2
     options = parse_command_line(argv)
     try:
-        return int(importlib.import_module(f"grpo_ext.commands.{COMMANDS[name].module or name}").run(options))
+        with naming_untested():
+            return int(importlib.import_module(f"grpo_ext.commands.{COMMANDS[name].module or name}").run(options))
     except BrokenPipeError:
         raise
     except (ConfigError, DataError, NonFiniteError, RewardError, ServerLost, OSError) as error:
