@@ -54,8 +54,8 @@ def test_the_range_of_transformers_ends_where_the_tests_do():
 
 
 NOTICE = (
-    "transformers='5.99.1': it is newer than tested with this version of grpo-ext (up to 5.24). If something fails: pip "
-    "install 'transformers<5.25'."
+    "transformers='5.99.1': it is newer than tested with this version of grpo-ext (up to 5.24). "
+    "If something fails: pip install 'transformers<5.25'."
 )
 
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 from trl import ModelConfig, get_peft_config
 
-from grpo_ext.config.adapters import base_of, peft_problems, is_adapter
+from grpo_ext.config.adapters import base_of, is_adapter, peft_problems
 from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
