@@ -153,7 +153,7 @@ NAN = [
     ("f64", "gemma2-capped"),
     *([] if transformers.Gemma2PreTrainedModel._supports_sdpa else [("f64", "gemma2-sdpa")]),
 ]
-"""Where transformers' eager attention, whose softmax is in float32, gives NaN for padding; newer Gemma 2 lacks sdpa."""
+"""Where transformers' eager attention, whose softmax is in float32, gives NaN for padding; Gemma 2 may lack sdpa."""
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
