@@ -79,9 +79,7 @@ def test_virtual_tokens_are_refused_where_generation_loses_them(release, monkeyp
     assert [problem.field for problem in problems] == ["peft_type"] * (release == (5, 24))
     assert not [*peft_problems(tuners.TUNERS["lora"]())]
     if problems:
-        words = (
-            r"PEFT [\d.]+ under transformers [\d.]+ generates without its virtual tokens, as transformers has renamed"
-        )
+        words = r"PEFT [\d.]+ under transformers [\d.]+ generates without its virtual tokens, as transformers renamed"
         cure = r"Install 'transformers<5\.24', or train a LoRA\."
         assert re.fullmatch(rf"peft_type='PREFIX_TUNING': {words} the cache\. {cure}", str(problems[0]))
 

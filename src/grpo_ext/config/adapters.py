@@ -84,7 +84,7 @@ def peft_problems(config: Any) -> Iterator[Problem]:
         yield Problem("init_lora_weights", init, reason, "Set pissa, which computes them exactly.")
     if getattr(config, "is_prompt_learning", False) and release("transformers") >= (5, 24):
         versions = f"PEFT {version('peft')} under transformers {version('transformers')}"
-        reason = f"{versions} generates without its virtual tokens, as transformers has renamed the cache"
+        reason = f"{versions} generates without its virtual tokens, as transformers renamed the cache"
         cure = "Install 'transformers<5.24', or train a LoRA."
         yield Problem("peft_type", getattr(config.peft_type, "value", config.peft_type), reason, cure)
 
