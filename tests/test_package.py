@@ -2,11 +2,13 @@
 
 import importlib.util
 import os
+import pathlib
 import re
 import subprocess
 import sys
 import sysconfig
 import textwrap
+import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +20,10 @@ from packaging.utils import canonicalize_name
 
 import grpo_ext
 from grpo_ext.quickstart.model import ensure_model
+from grpo_ext.versions import TESTED, naming_untested
+from support import tiny
 from support.processes import PATIENCE
+from support.trainers import build
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -39,6 +44,45 @@ def python(program: str, executable: str = sys.executable, **options) -> str:
 def test_importing_loads_nothing_heavy(module):
     heavy = python(f"import sys, {module}; print({{'torch', 'trl', 'transformers', 'datasets'}} & set(sys.modules))")
     assert heavy.strip() == "set()"
+
+
+def test_the_range_of_transformers_ends_where_the_tests_do():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [asked] = [r for r in map(Requirement, project["dependencies"]) if r.name == "transformers"]
+    bounds = {s.operator: s.version for s in asked.specifier}
+    assert bounds["<"] == f"{TESTED[0]}.{TESTED[1] + 1}"
+
+
+NOTICE = (
+    "transformers='5.99.1': it is newer than tested with this version of grpo-ext (up to 5.24). "
+    "If something fails: pip install 'transformers<5.25'."
+)
+
+
+def test_a_newer_transformers_is_warned_of_and_named_beside_an_error(tmp_path, monkeypatch, caplog):
+    def failed() -> BaseException:
+        with pytest.raises(AttributeError) as error, naming_untested():
+            pathlib.no_such_name  # noqa: B018
+        return error.value
+
+    monkeypatch.setattr("grpo_ext.versions.version", lambda _: "5.24.7")
+    assert not hasattr(failed(), "__notes__")
+    monkeypatch.setattr("grpo_ext.versions.version", lambda _: "5.99.1")
+    assert failed().__notes__ == [NOTICE]
+    caplog.clear()
+    build(tiny.model(), tmp_path, max_steps=1).train()
+    assert [record.message for record in caplog.records].count(NOTICE) == 1
+
+
+def test_notices_of_what_others_call_are_hidden():
+    program = """
+        import warnings, grpo_ext
+        for name in ("gradient_checkpointing_enable", "is_gradient_checkpointing", "something"):
+            warnings.warn(f"`{name}` is deprecated and will be removed in v6.", FutureWarning)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert "`something` is deprecated" in run.stderr
+    assert "gradient_checkpointing" not in run.stderr
 
 
 def test_public_names_come_on_first_use():

@@ -2,8 +2,11 @@
 
 import importlib
 import logging
+import warnings
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+
+from grpo_ext.versions import naming_untested
 
 if TYPE_CHECKING:
     from grpo_ext.config.grpo_config import GRPOExtConfig as GRPOExtConfig
@@ -22,6 +25,7 @@ def _hide(notice: str, logger: str) -> None:
 
 _hide("Failed to load CPU gemm_4bit_forward", "bitsandbytes.backends.cpu.ops")  # these ask nothing of the user
 _hide("The tokenizer has new PAD/BOS/EOS tokens", "transformers.trainer_utils")
+warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)  # TRL and PEFT call it
 
 __version__ = "0.1.0"
 
@@ -61,4 +65,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _HOMES[name].partition(":")
-    return attrgetter(attribute)(importlib.import_module(f"{__name__}.{module}"))
+    with naming_untested():
+        return attrgetter(attribute)(importlib.import_module(f"{__name__}.{module}"))

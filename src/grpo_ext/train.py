@@ -55,6 +55,7 @@ from grpo_ext.trainer.checkpoints.processes import agreed
 from grpo_ext.trainer.checkpoints.starting import beginning, make_room
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.output_lock import output_lock
+from grpo_ext.versions import naming_untested
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         check_announced()
         check_launched(launch_of(argv))
-        train(load_recipe(argv, Look(data=False)))
+        with naming_untested():
+            train(load_recipe(argv, Look(data=False)))
     except DataError as error:
         print(ConfigError(error.problems), file=sys.stderr)
         leave(2)

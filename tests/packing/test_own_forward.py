@@ -19,6 +19,7 @@ from grpo_ext.packing.obstacles import name_body, takes_positions
 from grpo_ext.packing.own_forward import Way, count_positions
 from grpo_ext.packing.scorer import Scorer
 from support import architectures, image_text, tiny, trainers
+from support.tuners import needs_virtual_tokens
 
 TEMPERATURE = 0.7
 POSITIONS, LOGITS, BOTH = Way(positions=True), Way(logits=True), Way(True, True)
@@ -146,6 +147,7 @@ def test_scores_are_those_of_the_models_own_forward(name, way):
     assert check(name) == way
 
 
+@needs_virtual_tokens
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")  # PEFT's, in `generate`
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -1,5 +1,6 @@
 """The reference is the model before training, for every adapter, and what is saved loads as what was trained."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from peft import PeftModel
 from transformers import TrainerCallback
 
 from grpo_ext import ConfigError
+from grpo_ext.config.adapters import peft_problems
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import build_trainer
@@ -64,7 +66,22 @@ REFUSED = {
     "pvera": (None, "draws its own noise", "draws its own noise"),
 }
 """Words of the refusal of an adapter that is new, was trained before, or is the model of a recipe."""
+if tuners.TOKENS_LOST:
+    lost = ("generates without its virtual tokens",) * 2
+    REFUSED |= dict.fromkeys(("cpt", "cartridge", "p-tuning", "prefix", "prompt"), (*lost, "not to train it further"))
 WAYS = ("new", "trained", "recipe")
+
+
+@pytest.mark.parametrize("release", [(5, 23), (5, 24)])
+def test_virtual_tokens_are_refused_where_generation_loses_them(release, monkeypatch):
+    monkeypatch.setattr("grpo_ext.config.adapters.release", lambda _: release)
+    problems = [*peft_problems(tuners.TUNERS["prefix"]())]
+    assert [problem.field for problem in problems] == ["peft_type"] * (release == (5, 24))
+    assert not [*peft_problems(tuners.TUNERS["lora"]())]
+    if problems:
+        words = r"PEFT [\d.]+ under transformers [\d.]+ generates without its virtual tokens, as transformers renamed"
+        cure = r"Install 'transformers<5\.24', or train a LoRA\."
+        assert re.fullmatch(rf"peft_type='PREFIX_TUNING': {words} the cache\. {cure}", str(problems[0]))
 
 
 @pytest.mark.slow
@@ -132,7 +149,7 @@ def test_a_resumed_run_keeps_its_reference(tmp_path):
     def trainer(seed, **settings):
         model = tiny.model()
         torch.manual_seed(seed)
-        config = tuners.TUNERS["prompt"]()
+        config = tuners.TUNERS["lora random"]()
         return build(model, tmp_path, peft_config=config, **(FIVE | {"save_steps": 2} | settings))
 
     first = trainer(1)

@@ -18,6 +18,7 @@ from grpo_ext.errors import (
 )
 from grpo_ext.registry import did_you_mean
 from grpo_ext.terminal import safe_output
+from grpo_ext.versions import naming_untested
 
 NO_BARS = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
 """Set without a terminal: in a log file every update of a bar is one more line."""
@@ -52,7 +53,8 @@ def run(argv: Sequence[str]) -> int:
         return 2
     options = parse_command_line(argv)
     try:
-        return int(importlib.import_module(f"grpo_ext.commands.{COMMANDS[name].module or name}").run(options))
+        with naming_untested():
+            return int(importlib.import_module(f"grpo_ext.commands.{COMMANDS[name].module or name}").run(options))
     except BrokenPipeError:
         raise
     except (SamplerLost, ServerLost) as error:

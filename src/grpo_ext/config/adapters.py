@@ -1,6 +1,7 @@
 """Adapters named as the model: their base model, and the settings that do not go with them."""
 
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,6 +10,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_ext.bounded import read_json
 from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.versions import release
 
 if TYPE_CHECKING:  # trl and peft take seconds to import
     from peft import PeftModel
@@ -74,12 +76,17 @@ def make_portable(model: object) -> None:
             config.base_model_name_or_path = str(Path(base).resolve())
 
 
-def init_problems(config: Any) -> Iterator[Problem]:
-    """Yield an initialisation of an adapter's configuration that another load would draw otherwise."""
+def peft_problems(config: Any) -> Iterator[Problem]:
+    """Yield what PEFT computes wrongly: an initialisation that each load draws again, tokens that generation loses."""
     init = getattr(config, "init_lora_weights", None)
     if isinstance(init, str) and init.startswith("pissa_niter_"):
         reason = "PEFT draws its singular values again when it loads what was saved, and gets another policy"
         yield Problem("init_lora_weights", init, reason, "Set pissa, which computes them exactly.")
+    if getattr(config, "is_prompt_learning", False) and release("transformers") >= (5, 24):
+        versions = f"PEFT {version('peft')} under transformers {version('transformers')}"
+        reason = f"{versions} generates without its virtual tokens, as transformers renamed the cache"
+        cure = "Install 'transformers<5.24', or train a LoRA."
+        yield Problem("peft_type", getattr(config.peft_type, "value", config.peft_type), reason, cure)
 
 
 def adapter_problems(model: "ModelConfig") -> Iterator[Problem]:
@@ -110,12 +117,18 @@ def with_adapter(
     trained: bool = False,
     **options: Any,
 ) -> "PeftModel":
-    """Return a model with an adapter on it; its embeddings grow first if the tokenizer has grown, as in PEFT."""
+    """Return a model with an adapter on it; its embeddings grow first if the tokenizer has grown, as in PEFT.
+
+    Raises:
+        ConfigError: PEFT computes this adapter wrongly.
+    """
     from peft import PeftModel
 
     embeddings: Any = base.get_input_embeddings()
     if len(tokenizer) > embeddings.weight.shape[0]:
         base.resize_token_embeddings(len(tokenizer))
     adapted = PeftModel.from_pretrained(base, adapter, is_trainable=trained, **options)
+    if problems := [*peft_problems(adapted.peft_config["default"])]:
+        raise ConfigError(problems)
     adapted.peft_config["default"].base_model_name_or_path = base.name_or_path  # the folder where it was found
     return adapted

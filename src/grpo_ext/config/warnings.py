@@ -17,6 +17,7 @@ from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.options import option_defaults
+from grpo_ext.versions import untested
 
 _CORRECTION = "vllm_importance_sampling_"
 _OF_VLLM = [f.name for f in dataclasses.fields(GRPOExtArguments) if f.name.startswith("vllm_")]
@@ -73,7 +74,7 @@ def _is_on(config: GRPOExtArguments, needed: str) -> bool:
 def warnings(config: GRPOExtArguments) -> list[Problem]:
     """Return what is allowed but probably not meant; the config must be free of problems."""
     rules: tuple[Rule, ...] = (_without_effect, reshaped_sampling, *_UNUSUAL, rehearsal_warnings)
-    return [problem for rule in rules for problem in rule(config)]
+    return [*untested(), *(problem for rule in rules for problem in rule(config))]
 
 
 def _without_effect(config: GRPOExtArguments) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ from transformers import (
 )
 from trl import ModelConfig, get_peft_config
 
-from grpo_ext.config.adapters import base_of, init_problems, is_adapter
+from grpo_ext.config.adapters import base_of, is_adapter, peft_problems
 from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
@@ -292,11 +292,11 @@ def _adapter_problems(
     if is_adapter(name):
         try:
             config: Any = PeftConfig.from_pretrained(str(Path(name).expanduser()))
-            if found := [*init_problems(config)]:
-                yield from found
-                return
             if config.is_prompt_learning:
                 raise ValueError("it loads a saved prompt to use it, not to train it further")
+            if found := [*peft_problems(config)]:
+                yield from found
+                return
             config.inference_mode, config.base_model_name_or_path = False, None  # PEFT would warn of its new name
             if hasattr(config, "init_lora_weights"):  # PiSSA and others read weights, and these have none
                 config.init_lora_weights = True

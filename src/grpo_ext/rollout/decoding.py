@@ -65,6 +65,8 @@ def text_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[st
         return inputs, {}
     marks = {name: inputs[name] for name in OF_TOKENS if inputs.get(name) is not None and not inputs[name].any()}
     text = {name: value for name, value in inputs.items() if name not in marks}
+    if not text.get("mm_encoder_outputs", True):  # of no images, since transformers 5.20
+        del text["mm_encoder_outputs"]
     positions = inputs.get("position_ids")
     if positions is not None and positions.dim() == 3 and bool((positions == positions[:1]).all()):
         text["position_ids"] = positions[0]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -141,7 +141,22 @@ class RowKeysAndStates(RoomyLayer, LinearAttentionAndFullAttentionLayer):  # typ
         LinearAttentionLayer.reorder_cache(self, rows)  # type: ignore[arg-type]
 
 
-_ROWS: dict[type, Callable[[Any, Tensor], RoomyLayer | RowStates]] = {
+Nothing: Any = getattr(cache_utils, "DummyLayer", object)
+"""transformers' layer without a cache, since 5.23."""
+
+
+class NoRows(Nothing):
+    """A layer without a cache."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def take(self, *_: object) -> None:
+        """Keep nothing."""
+
+
+_ROWS: dict[type, Callable[[Any, Tensor], RoomyLayer | RowStates | NoRows]] = {
+    Nothing: NoRows,
     DynamicLayer: lambda layer, rows: RoomyLayer(layer.keys, layer.values, rows),
     DynamicSlidingWindowLayer: RoomySlidingLayer,
     LinearAttentionAndFullAttentionLayer: RowKeysAndStates,

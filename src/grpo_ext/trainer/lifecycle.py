@@ -141,6 +141,9 @@ class Lifecycle(SavingTrainer):
         skipped = self._metrics["train"].pop(SKIPPED, []) if self.model.training else []
         if skipped and self.args.on_nonfinite == "skip":
             logs = {**logs, SKIPPED: sum(skipped)}
+        if "train_loss" in logs:  # in place: `train` returns them
+            known = self.state.global_step - (0 if self._resumed is None else self._resumed.unknown)
+            logs["train_loss"] = self._total_loss_scalar / max(known, 0.001)  # transformers' depends on its version
         self.num_completions_to_print = 0  # not TRL's table, which reads names as markup and prints any length
         super().log(logs, start_time)
         if self.log_completions and self.accelerator.is_main_process and self.args.num_completions_to_print != 0:
@@ -256,7 +259,8 @@ class Lifecycle(SavingTrainer):
         with naming_checkpoint(checkpoint):
             state.restore_callbacks(self.state, self.callback_handler.callbacks)
             state.find_best_checkpoint(self.state, Path(checkpoint))
-            self._resumed = state.Resumed(Path(checkpoint), state.read(Path(checkpoint), self))
+            saved = state.read(Path(checkpoint), self)
+            self._resumed = state.Resumed(Path(checkpoint), saved, self.state.global_step)
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
         if self._initial is not None:
             with naming_checkpoint(checkpoint):
@@ -351,4 +355,5 @@ class Lifecycle(SavingTrainer):
             with suppress(_EndedByEvaluation):
                 self._load_rng_state(str(resumed.checkpoint))
         with self._writer.aside():  # transformers would delete the last checkpoint before the model is saved
-            return super()._finalize_training(*args, **kwargs)
+            output = super()._finalize_training(*args, **kwargs)
+        return output._replace(training_loss=output.metrics["train_loss"])

@@ -59,12 +59,14 @@ class Resumed:
 
     Attributes:
         state: this process's part of it; None where the checkpoint was made by another split of the batch.
+        step: optimizer steps before it.
         pending: whether `state` is still to be restored.
         epoch_over: whether the checkpoint was written at the end of an epoch.
     """
 
     checkpoint: Path
     state: dict[str, Any] | None
+    step: int
     pending: bool = True
     epoch_over: bool = False
 
@@ -73,6 +75,11 @@ class Resumed:
         """Epoch, and batches of the dataloader that it has taken."""
         epoch, batches = self.state["place"] if self.state else (0, 0)
         return epoch, batches
+
+    @property
+    def unknown(self) -> int:
+        """Number of steps whose loss is not known."""
+        return self.step if self.state is None else 0
 
 
 @cache
