@@ -259,6 +259,7 @@ class Lifecycle(SavingTrainer):
         if self._initial is not None:
             with naming_checkpoint(checkpoint):
                 self._initial.read(Path(checkpoint))
+            self._first_logps = None
         if self._resumed.state is not None and isinstance(self.train_dataset, IterableDataset):
             return self._resumed.place  # a stream may have ended, and begun again, at any step
         for _ in range(place[0]):

@@ -30,3 +30,30 @@ def test_the_reference_stays_and_the_policy_moves(engine, tmp_path):
             assert min(kl[1:]) > 1e-3
             assert reference == 0.0
             assert policy > 0.1
+
+
+ALONE = {
+    "reference": "the reference is not the policy before the first step: log-probabilities differ by up to ",
+    "reference with noise": "each forward draws its own noise, also without dropout: log-probabilities differ by up to ",
+    "reference that fails": "TRL cannot score completions with it (IndexError: a position that the model does not have)",
+    "reference that moves": "the reference has moved since the start: log-probabilities differ by up to ",
+    "own forward": "beside padding, are 0.1 nats per token off the model's own forward",
+    "own forward that fails": "its own forward cannot score a row by itself (IndexError: a position that ",
+    "reference without memory": "trained 2 steps",
+    "own forward without memory": "trained 2 steps",
+}
+"""What one of two processes sees, and words of what both say."""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    run_forked(SCRIPT, "alone", tiny.save(folder / "model"), folder, *ALONE, config=CONFIG)
+    return {case: [(folder / f"{case}-{rank}.txt").read_text() for rank in (0, 1)] for case in ALONE}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_what_one_process_refuses_both_refuse(case, said):
+    first, second = said[case]
+    assert first == second
+    assert ALONE[case] in first
