@@ -34,8 +34,8 @@ def test_the_reference_stays_and_the_policy_moves(engine, tmp_path):
 
 ALONE = {
     "reference": "the reference is not the policy before the first step: log-probabilities differ by up to ",
-    "reference with noise": "each forward draws its own noise, also without dropout: log-probabilities differ by up to ",
-    "reference that fails": "TRL cannot score completions with it (IndexError: a position that the model does not have)",
+    "reference with noise": "each forward draws its own noise, also without dropout: log-probabilities differ by ",
+    "reference that fails": "TRL cannot score completions with it (IndexError: a position that the model does not have",
     "reference that moves": "the reference has moved since the start: log-probabilities differ by up to ",
     "own forward": "beside padding, are 0.1 nats per token off the model's own forward",
     "own forward that fails": "its own forward cannot score a row by itself (IndexError: a position that ",
