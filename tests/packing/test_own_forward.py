@@ -187,7 +187,7 @@ def test_a_run_says_how_it_scores_where_trl_would_score_otherwise(tmp_path, capl
 
 def test_scores_by_own_logits_leave_the_reference_where_it_was(tmp_path):
     """The reference is compared before the way of scoring is chosen, and at the first checkpoint after it."""
-    one = trained("modernbert-decoder", tmp_path, beta=0.1, save_strategy="steps", save_steps=1)
+    one = trained("inkling_text", tmp_path, beta=0.1, save_strategy="steps", save_steps=1)
     one.train()
     assert one._scorer.way == LOGITS
 

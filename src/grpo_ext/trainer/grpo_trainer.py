@@ -26,6 +26,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
+from grpo_ext.packing.lm_head import gather_trained_head
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body, takes_positions
 from grpo_ext.packing.own_forward import count_positions
@@ -220,6 +221,7 @@ class GRPOExtTrainer(ChunkTrainer):
         for model in (self.model, self.ref_model):
             if model is not None:
                 name_body(causal_lm(self.accelerator.unwrap_model(model)))
+        gather_trained_head(causal_lm(self.model))
         if args.dropout_disabled:
             switch_dropout_off(self.model)
         elif dropout := active_dropout(self.model):

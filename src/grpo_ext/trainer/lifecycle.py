@@ -77,7 +77,7 @@ class Lifecycle(SavingTrainer):
             RunInterrupted: a signal ended the run, which has saved a checkpoint.
         """
         try:
-            check_started(self.accelerator.distributed_type.value, self.ref_model is not None)
+            check_started(self.accelerator.distributed_type.value, self.ref_model is not None, self.model)
             self._buffered_inputs, self._generation, self._step = None, Generation(), 0
             self._group_means.load([])
             self._figures.clear()

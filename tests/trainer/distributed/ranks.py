@@ -205,7 +205,7 @@ def engine(model: str, output: str) -> None:
 
 
 def references(model: str, output: str, *names: str) -> None:
-    """Five steps of adapters; each rank writes the KL of the steps, and how far policy and reference have moved."""
+    """Five steps of adapters; each rank writes gradient and KL of each, and how far policy and reference have moved."""
     make_fsdp_real()
     found = {}
     for name in names:
@@ -217,7 +217,8 @@ def references(model: str, output: str, *names: str) -> None:
         with one._initial.replacing(one._unwrapped):
             reference = one._made_up_logps(one.model)
         far = [(logps - one._first_logps).abs().max().item() for logps in (reference, one._made_up_logps(one.model))]
-        found[name] = [row["kl"] for row in one.state.log_history if "kl" in row], *far
+        log = [row for row in one.state.log_history if "kl" in row]
+        found[name] = [row["grad_norm"] for row in log], [row["kl"] for row in log], *far
     (Path(output) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
@@ -235,7 +236,7 @@ class Moves(TrainerCallback):
 
 def spoil(trainer, case: str) -> None:
     """Let this process alone see what a check refuses, or have too little memory for it."""
-    stock, calls, own = trainer._scorer.trl, [], case.startswith("own")
+    stock, calls = trainer._scorer.trl, []
     if case == "reference":
         trainer.ref_model.lm_head.weight.data.mul_(1.1)
     elif case == "reference that moves":
@@ -252,7 +253,7 @@ def spoil(trainer, case: str) -> None:
         wrong = len(calls) * (case == "reference with noise") + (len(ids) == 2) * (case == "own forward")
         return logps + 0.1 * wrong, *others
 
-    if own or not case.startswith("reference t"):
+    if case not in ("reference", "reference that moves"):
         trainer._scorer.trl = off
 
 
