@@ -205,7 +205,7 @@ def engine(model: str, output: str) -> None:
 
 
 def references(model: str, output: str, *names: str) -> None:
-    """Five steps of adapters; each rank writes gradient and KL of each, and how far policy and reference have moved."""
+    """Five steps of adapters; each rank writes their gradients and KL, and how far policy and reference have moved."""
     make_fsdp_real()
     found = {}
     for name in names:
