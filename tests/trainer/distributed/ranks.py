@@ -230,7 +230,7 @@ class Moves(TrainerCallback):
 
     trainer = None
 
-    def on_step_begin(self, *_, **__):
+    def on_step_end(self, *_, **__):
         self.trainer.ref_model.lm_head.weight.data.mul_(1.1)
 
 
