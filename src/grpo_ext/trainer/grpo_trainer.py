@@ -221,7 +221,8 @@ class GRPOExtTrainer(ChunkTrainer):
         for model in (self.model, self.ref_model):
             if model is not None:
                 name_body(causal_lm(self.accelerator.unwrap_model(model)))
-        gather_trained_head(causal_lm(self.model))
+        if self.is_fsdp_enabled:
+            gather_trained_head(causal_lm(self.model))
         if args.dropout_disabled:
             switch_dropout_off(self.model)
         elif dropout := active_dropout(self.model):
