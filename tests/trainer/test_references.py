@@ -148,10 +148,10 @@ def test_a_resumed_run_compares_the_reference_with_its_own(tmp_path):
     """The trainer has looked at its reference before it reads that of the checkpoint."""
 
     def trainer(seed, **settings):
+        model, config = tiny.model(), tuners.TUNERS["prompt"]()
         torch.manual_seed(seed)
-        config = tuners.TUNERS["prompt"]()
         settings = FIVE | {"save_steps": 2} | settings
-        return build(tiny.model(), tmp_path, peft_config=config, evaluated=tiny.prompts(4), **settings)
+        return build(model, tmp_path, peft_config=config, evaluated=tiny.prompts(4), **settings)
 
     trainer(1, max_steps=2).train()
     again = trainer(2)
