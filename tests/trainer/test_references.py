@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from transformers import TrainerCallback
 
 from grpo_ext import ConfigError
@@ -126,18 +126,16 @@ def test_a_reference_that_moves_is_refused_at_the_first_checkpoint(tmp_path):
     assert not [*tmp_path.glob("checkpoint-*")]
 
 
+def drawn_prompt(seed):
+    """An adapter that does not start at zero, and is another one by each seed."""
+    model = tiny.model()
+    torch.manual_seed(seed)
+    return get_peft_model(model, tuners.TUNERS["prompt"]())
+
+
 def test_a_resumed_run_keeps_its_reference(tmp_path):
-    """The new adapter does not start at zero, and is drawn anew by the second trainer."""
-
-    def trainer(seed, **settings):
-        model = tiny.model()
-        torch.manual_seed(seed)
-        config = tuners.TUNERS["prompt"]()
-        return build(model, tmp_path, peft_config=config, **(FIVE | {"save_steps": 2} | settings))
-
-    first = trainer(1)
+    first, again = (build(drawn_prompt(seed), tmp_path, **(FIVE | {"save_steps": 2})) for seed in (1, 2))
     first.train()
-    again = trainer(2)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     kl = [[row["kl"] for row in one.state.log_history if "kl" in row] for one in (first, again)]
     assert kl[0] == kl[1]
@@ -148,10 +146,8 @@ def test_a_resumed_run_compares_the_reference_with_its_own(tmp_path):
     """The trainer has looked at its reference before it reads that of the checkpoint."""
 
     def trainer(seed, **settings):
-        model, config = tiny.model(), tuners.TUNERS["prompt"]()
-        torch.manual_seed(seed)
         settings = FIVE | {"save_steps": 2} | settings
-        return build(model, tmp_path, peft_config=config, evaluated=tiny.prompts(4), **settings)
+        return build(drawn_prompt(seed), tmp_path, evaluated=tiny.prompts(4), **settings)
 
     trainer(1, max_steps=2).train()
     again = trainer(2)
