@@ -2,10 +2,12 @@
 
 import pytest
 from accelerate.parallelism_config import ParallelismConfig
+from peft import get_peft_model
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.config.engines import ENGINE_RULES, check_started
+from grpo_ext.config.engines import ENGINE_RULES, adapter_problems, check_started
 from grpo_ext.errors import ConfigError
+from support import tiny, tuners
 
 LAUNCHES = {
     "tp_size=2: tensor parallelism": {
@@ -56,6 +58,35 @@ def test_parallelism_in_the_config_is_refused():
         config(parallelism_config=ParallelismConfig(cp_size=2))
     with pytest.raises(ConfigError, match="tp_plan"):
         config(model_init_kwargs={"tp_plan": "auto"})
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # PEFT
+def test_an_adapter_that_the_engine_cannot_split_or_save_is_refused():
+    """Without it the first checkpoint failed; a tied copy was refused as one that TRL could not score."""
+    whole = tuners.TUNERS["lora whole head"]()
+    for name in ("prompt", "p-tuning", "prefix", "cartridge"):
+        adapted = get_peft_model(tiny.model(), tuners.TUNERS[name]())
+        with pytest.raises(ConfigError, match=r"peft_type='\w+': PEFT saves what it computes from the whole"):
+            check_started("FSDP", reference=False, model=adapted)
+        check_started("MULTI_CPU", reference=False, model=adapted)
+    with pytest.raises(ConfigError, match=r"modules_to_save=\['lm_head'\]: embedding and head are one weight"):
+        check_started("FSDP", reference=False, model=get_peft_model(tiny.model(tie_word_embeddings=True), whole))
+    check_started("FSDP", reference=False, model=get_peft_model(tiny.model(), whole))
+    tied = tiny.model(tie_word_embeddings=True)
+    check_started("FSDP", reference=False, model=get_peft_model(tied, tuners.TUNERS["lora"]()))
+    check_started("FSDP", reference=False, model=tied)
+
+
+def test_trained_tokens_by_zero3_without_a_gpu_are_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    adapter = tuners.TUNERS["lora tokens"]()
+    (problem,) = adapter_problems(adapter)
+    assert str(problem).startswith("trainable_token_indices=[5, 6, 7]: PEFT gathers weights")
+    assert [*adapter_problems(tuners.TUNERS["lora"]())] == []
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    assert [*adapter_problems(adapter)] == []
 
 
 def test_a_reference_that_only_one_process_has_loaded_is_refused(monkeypatch):

@@ -38,14 +38,12 @@ WAYS = {
     ),
     None: (
         "bart bigbird_pegasus blenderbot blenderbot-small cpmant deepseek_v4 doge marian mbart mvp pegasus plbart "
-        "prophetnet recurrent_gemma roformer rwkv trocr whisper paligemma"
+        "prophetnet recurrent_gemma roformer rwkv trocr whisper paligemma florence2 t5gemma2"
     ),
 }
 """What is done for these, with transformers 5.17, None: refused. TRL's scores are those of the others."""
 SINGLE = ("bloom", "mpt")
 """Those whose padding is NaN in float64."""
-ENCODERS = ("florence2", "t5gemma2")
-"""Those that do not take the arguments of TRL's forward."""
 VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 ADAPTERS = {
     "prompt": PromptTuningConfig(**VIRTUAL),
@@ -54,10 +52,6 @@ ADAPTERS = {
 }
 LENGTHS = (9, 7), (4, 5), (6, 3), (1, 6)
 """Tokens of prompts and completions."""
-
-
-def max_of_one(number):
-    return number
 
 
 def made(name, adapter=None, *, tied=None):
@@ -122,7 +116,7 @@ def check(name, adapter=None, *, tied=None, exact=1e-4):
     """The way that is chosen, after its scores have been compared; None where the model is refused."""
     (model, base), one, (prompts, completions) = made(name, adapter, tied=tied), scorer(), rows()
     try:
-        one.choose_way(model, prompts, completions, [], 0, max_of_one)
+        one.choose_way(model, prompts, completions, [], 0)
     except ConfigError:
         return None
     with torch.no_grad():
@@ -165,7 +159,7 @@ def test_tokens_before_the_prompt_move_no_positions_in_scores_nor_in_rollouts(na
 
 def test_own_logits_are_normalised_over_the_tokens_that_the_sampler_kept():
     (model, base), one, (prompts, completions) = made("modernbert-decoder"), scorer(), rows()
-    one.choose_way(model, prompts, completions, [], 0, max_of_one)
+    one.choose_way(model, prompts, completions, [], 0)
     sets = [[sorted({token, 5, 11, 30}) for token in completion] for completion in completions]
     kept = [
         encoded(torch.tensor([*map(len, row)]), torch.tensor([token for choice in row for token in choice]))
@@ -193,6 +187,13 @@ def test_a_run_says_how_it_scores_where_trl_would_score_otherwise(tmp_path, capl
     assert all(abs(row["kl"]) < 1e-6 for row in one.state.log_history if "kl" in row)  # the reference's likewise
 
 
+def test_scores_by_own_logits_leave_the_reference_where_it_was(tmp_path):
+    """The reference is compared before the way of scoring is chosen, and at the first checkpoint after it."""
+    one = trained("inkling_text", tmp_path, beta=0.1, save_strategy="steps", save_steps=1)
+    one.train()
+    assert one._scorer.way == LOGITS
+
+
 def test_a_model_whose_padding_changes_scores_is_refused_before_the_first_step(tmp_path):
     one = trained("rwkv", tmp_path)
     with pytest.raises(ConfigError, match=r"RwkvForCausalLM.*nats per token off the model's own forward"):
@@ -204,9 +205,9 @@ def test_the_comparison_is_made_once_with_few_forwards(tmp_path):
     one, passes = trained("llama", tmp_path), []
     one.model.base_model.register_forward_hook(lambda module, args, out: passes.append(out[0].shape[:2].numel()))
     prompts, completions = [[3] * 300] * 8, [[4] * 200] * 8
-    one._scorer.choose_way(one.model, prompts, completions, [], 0, max_of_one)
+    one._scorer.choose_way(one.model, prompts, completions, [], 0)
     assert (len(passes), sum(passes)) == (5, 2 * (16 + 13) + 2 * 18)
-    one._scorer.choose_way(one.model, prompts, completions, [], 0, max_of_one)
+    one._scorer.choose_way(one.model, prompts, completions, [], 0)
     assert len(passes) == 5
 
 
@@ -225,10 +226,6 @@ EVERY = 1 if os.environ.get("GRPO_EXT_WHOLE_CENSUS") else 5
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture_is_scored_exactly_or_refused(name, tied):
-    if name in ENCODERS:
-        with pytest.raises((IndexError, ValueError)):
-            check(name)
-        return
     assert check(name, tied=tied) == next((way for way, names in WAYS.items() if name in names.split()), Way())
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from transformers import TrainerCallback
 
 from grpo_ext import ConfigError
@@ -62,8 +62,8 @@ REFUSED = {
     "p-tuning": (None, None, "not to train it further"),
     "prefix": (None, None, "not to train it further"),
     "prompt": (None, None, "not to train it further"),
-    "lily": (None, "off the model's own forward", "off the model's own forward"),  # its router mixes rows
-    "pvera": (None, "draws its own noise", "draws its own noise"),
+    "lily": ("off the model's own forward",) * 3,  # its router mixes rows
+    "pvera": ("draws its own noise",) * 3,
 }
 """Words of the refusal of an adapter that is new, was trained before, or is the model of a recipe."""
 if tuners.TOKENS_LOST:
@@ -143,22 +143,72 @@ def test_a_reference_that_moves_is_refused_at_the_first_checkpoint(tmp_path):
     assert not [*tmp_path.glob("checkpoint-*")]
 
 
+def drawn_adapter(seed):
+    """An adapter that does not start at zero, and is another one by each seed."""
+    model = tiny.model()
+    torch.manual_seed(seed)
+    return get_peft_model(model, tuners.TUNERS["lora random"]())
+
+
 def test_a_resumed_run_keeps_its_reference(tmp_path):
-    """The new adapter does not start at zero, and is drawn anew by the second trainer."""
-
-    def trainer(seed, **settings):
-        model = tiny.model()
-        torch.manual_seed(seed)
-        config = tuners.TUNERS["lora random"]()
-        return build(model, tmp_path, peft_config=config, **(FIVE | {"save_steps": 2} | settings))
-
-    first = trainer(1)
+    first, again = (build(drawn_adapter(seed), tmp_path, **(FIVE | {"save_steps": 2})) for seed in (1, 2))
     first.train()
-    again = trainer(2)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     kl = [[row["kl"] for row in one.state.log_history if "kl" in row] for one in (first, again)]
     assert kl[0] == kl[1]
     assert kl[0][-1] > 0
+
+
+def test_a_resumed_run_compares_the_reference_with_its_own(tmp_path):
+    """The trainer has looked at its reference before it reads that of the checkpoint."""
+
+    def trainer(seed, **settings):
+        settings = FIVE | {"save_steps": 2} | settings
+        return build(drawn_adapter(seed), tmp_path, evaluated=tiny.prompts(4), **settings)
+
+    trainer(1, max_steps=2).train()
+    again = trainer(2)
+    again.evaluate()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.state.global_step == 5
+
+
+@pytest.mark.parametrize("name", ["lily", "pvera"])
+def test_a_new_adapter_that_computes_nothing_yet_is_refused_for_what_it_will(name, tmp_path):
+    tiny.save(tmp_path / "base")
+    trainer, policy = trainer_of("new", name, tmp_path)
+    with pytest.raises(ConfigError, match=REFUSED[name][0]):
+        trainer.train()
+    assert torch.equal(logps(trainer.model), policy)
+
+
+# Too little memory.
+
+SHORT = {
+    "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
+}
+
+
+@pytest.mark.parametrize("where", SHORT)
+@pytest.mark.parametrize("calls", [1, 2, 4, 5, 6, 8])
+def test_a_check_for_which_memory_is_too_little_is_left_out_with_one_warning(calls, where, tmp_path, caplog):
+    """The first forwards of a run are those of its checks: five of the reference, five of scores, in that order."""
+    trainer, made = build(tiny.model(), tmp_path, peft_config=tuners.TUNERS["lora"](), **FIVE), []
+    stock = trainer._scorer.trl
+
+    def short(*args, **options):
+        made.append(1)
+        if len(made) == calls:
+            raise SHORT[where]
+        return stock(*args, **options)
+
+    trainer._scorer.trl = short
+    trainer.train()
+    assert trainer.state.global_step == 5
+    said = [record.message for record in caplog.records if "too little memory" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("the reference is not" if calls <= 4 else "scores are not")
 
 
 # A save is rehearsed.

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import parse_flag_from_env
 
 from grpo_ext.errors import ABSENT, ConfigError, Problem
@@ -48,12 +49,13 @@ ENGINE_RULES: "tuple[Rule, ...]" = (_parallelism, _launched, _tensor_parallel)
 """Refusals of engines that split one row over processes, each of which would count it as its own."""
 
 
-def check_started(distributed_type: str, reference: bool) -> None:
-    """Refuse an engine that was asked for and is not there.
+def check_started(distributed_type: str, reference: bool, model: Any = None) -> None:
+    """Refuse an engine that was asked for and is not there, or that cannot train what it was given.
 
     Raises:
         ConfigError: accelerate sets up FSDP only beside GPUs, and on a CPU would silently train by plain DDP; or TRL
-            has sharded a `reference` model whose weights only the first process has loaded.
+            has sharded a `reference` model whose weights only the first process has loaded; or FSDP cannot shard or
+            save the adapter of `model`.
     """
     if reference and distributed_type == "FSDP" and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         reason = (
@@ -63,6 +65,34 @@ def check_started(distributed_type: str, reference: bool) -> None:
         raise ConfigError([Problem("fsdp_cpu_ram_efficient_loading", True, reason, "Set it to false.")])
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and distributed_type != "FSDP":
         raise ConfigError([fsdp_on_cpu(f"the launch asks for FSDP, and accelerate has started {distributed_type}")])
+    if distributed_type == "FSDP" and (found := [*_unsharded(model)]):
+        raise ConfigError(found)
+
+
+def _unsharded(model: Any) -> Iterator[Problem]:
+    """Yield what FSDP2 cannot do with the adapters of a model."""
+    cure = "Launch by DDP or DeepSpeed ZeRO (--accelerate_config ddp, zero2), or train another adapter."
+    for adapter in getattr(model, "peft_config", {}).values():
+        if adapter.is_prompt_learning:
+            reason = "PEFT saves what it computes from the whole of its weights, which FSDP2 has split"
+            yield Problem("peft_type", adapter.peft_type.value, reason, cure)
+            continue
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+        if tied and any(hasattr(embedding, "modules_to_save") for embedding in ends):
+            reason = (
+                "embedding and head are one weight (tie_word_embeddings), and FSDP2 cannot split a trained copy of it"
+            )
+            yield Problem("modules_to_save", adapter.modules_to_save, reason, cure)
+
+
+def adapter_problems(adapter: Any) -> Iterator[Problem]:
+    """Yield what PEFT does on GPUs only under the engine of the launch."""
+    tokens = getattr(adapter, "trainable_token_indices", None)
+    zero3 = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
+    if tokens and zero3 and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not torch.cuda.is_available():
+        reason = "PEFT gathers weights that ZeRO-3 has split on a GPU, and there is none"
+        yield Problem("trainable_token_indices", tokens, reason, "Launch by --accelerate_config cpu_ddp.")
 
 
 def fsdp_on_cpu(found: str) -> Problem:

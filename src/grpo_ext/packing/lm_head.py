@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 from trl.trainer import utils
 
 from grpo_ext.config.temporary import temporarily
@@ -19,6 +21,23 @@ CHUNK = 2**25
 """Largest number of logits computed at a time; if one chunk suffices, the forward keeps it for the backward."""
 LEFT_OUT = -1e9
 """Log-probability of a token outside of the set: it has no probability, and no product with it is NaN."""
+
+
+def gather_trained_head(base: PreTrainedModel) -> None:
+    """Let FSDP2 gather a trained output embedding once the body has run.
+
+    TRL's LM head reads its weight without calling it. Of one that is still split, each process would get the gradient
+    of its own rows only; accelerate gathers it together with the last norm, where that lies beside the layers.
+    """
+
+    def gather(module: nn.Module, args: object, found: object) -> None:
+        head = base.get_output_embeddings()
+        if torch.is_grad_enabled() and head is not None and any(p.requires_grad for p in head.parameters()):
+            for part in head.modules():
+                if isinstance(part, FSDPModule):
+                    part.unshard()
+
+    base.base_model.register_forward_hook(gather)
 
 
 class LabelledLogProbs(torch.autograd.Function):

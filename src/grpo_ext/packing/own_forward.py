@@ -20,6 +20,7 @@ from grpo_ext.packing.kept import KeptSets
 from grpo_ext.packing.lm_head import LEFT_OUT
 from grpo_ext.packing.obstacles import takes_positions, text_model
 from grpo_ext.packing.policy import NOISES
+from grpo_ext.packing.together import failing_alike, is_out_of_memory, largest
 
 logger = logging.getLogger(__name__)
 
@@ -87,33 +88,37 @@ def _by_own_logits(
     return forward
 
 
-def exact_way(
-    score: Callable[[Way, int | None], Tensor], base: PreTrainedModel, largest: Callable[[float], float]
-) -> Way:
+def exact_way(score: Callable[[Way, int | None], Tensor], base: PreTrainedModel) -> Way:
     """Return the first way to score two padded rows that equals the model's own forward of each without padding.
 
     That is with the positions of `generate`, which counts those of text from 0. They may differ by `NOISES` times the
-    change when the embeddings are rounded differently.
+    change when the embeddings are rounded differently. All processes return the same way, and raise the same error.
 
     Args:
         score: returns log-probabilities [tokens] of both rows, padded, or of the row of a number, unpadded.
         base: the causal language model.
-        largest: returns the largest number of all processes.
 
     Raises:
-        ConfigError: none does.
+        ConfigError: none does, or the model's own forward fails.
+        torch.OutOfMemoryError: a process has too little memory.
     """
+    name, counted, text = type(base).__name__, takes_positions(base), text_model(base) is base
 
-    counted, text = takes_positions(base), text_model(base) is base
+    def scored(way: Way, row: int | None = None) -> Tensor | None:
+        with failing_alike():
+            try:
+                return score(way, row)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                if row is None:  # not with this model
+                    return None
+                reason = f"its own forward cannot score a row by itself ({type(error).__name__}: {error})"
+                raise ConfigError([Problem("model", name, reason, "Train another architecture.")]) from error
 
     def own() -> Tensor:
-        return torch.cat([score(Way(logits=True, positions=counted and text), row) for row in range(2)]).double()
-
-    def scored(way: Way) -> Tensor | None:
-        try:
-            return score(way, None)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # not with this model
-            return None
+        rows = [scored(Way(logits=True, positions=counted and text), row) for row in range(2)]
+        return torch.cat([row for row in rows if row is not None]).double()
 
     def error(found: Tensor | None) -> float:
         apart = math.nan if found is None else (found - expected).abs().mean().item()
@@ -122,14 +127,14 @@ def exact_way(
     stock = scored(Way())  # before others: ZeRO-3 learns from the first forward which parameters a module reads
     expected = own()
     with rounded_differently(base, seed=0):
-        noise = (own() - expected).abs().mean().item()
-    allowed, errors = largest(max(EXACT, NOISES * noise)), dict[Way, float]()
+        noise = largest((own() - expected).abs().mean().item())
+    allowed, errors = max(EXACT, NOISES * noise), dict[Way, float]()
     for positions, logits in product((False, True)[: 1 + counted], (False, True)):
         way = Way(logits, positions)
         errors[way] = largest(error(scored(way) if any(way) else stock))
         if errors[way] <= allowed:
             break
-    name, off = type(base).__name__, f"{errors[Way()]:.2g} nats per token off the model's own forward"
+    off = f"{errors[Way()]:.2g} nats per token off the model's own forward"
     if errors[way] > allowed:
         reason = f"scores of its first completions, beside padding, are {off} (rounding: {noise:.2g})"
         cure = "Train another architecture: its padding, or its head, changes log-probabilities."

@@ -1,6 +1,7 @@
 """Log-probabilities, entropies and auxiliary loss of micro-batches, by a packed forward where that pays."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,6 +23,9 @@ from grpo_ext.packing.obstacles import causal_lm
 from grpo_ext.packing.own_forward import Way, exact_way
 from grpo_ext.packing.pieces import Part, TokenLimit, in_pieces
 from grpo_ext.packing.policy import PrefixSharing, Scores, concatenated
+from grpo_ext.packing.together import entered_alike
+
+logger = logging.getLogger(__name__)
 
 LONGEST = {"cpu": 8}
 """Tokens of prompts and of completions, at most, that are compared with the model's own forward."""
@@ -66,12 +70,12 @@ class Scorer:
         completions: Sequence[list[int]],
         images: Sequence[RowImages],
         pad: int,
-        largest: Callable[[float], float],
+        moved: AbstractContextManager[None] | None = None,
     ) -> None:
         """Choose, once, how rows are scored, so that the scores of a generation equal the model's own forward.
 
-        The first and the last row are compared: their last tokens of the prompt and first ones of the completion.
-        `largest` returns the largest number of all processes.
+        The first and the last row are compared: their last tokens of the prompt and first ones of the completion. A
+        comparison for which memory is too little is left out. `moved` is entered meanwhile.
 
         Raises:
             ConfigError: no way is known that is exact.
@@ -94,8 +98,12 @@ class Scorer:
 
         # on some CPUs bitsandbytes packs its weights once more in evaluation, not all of which it can
         still = nullcontext() if getattr(base, "is_quantized", False) else in_evaluation(model)
-        with self.forward_only(), still:
-            self.way, self.compared = exact_way(score, base, largest), True
+        try:
+            with self.forward_only(), still, entered_alike(moved or nullcontext()):
+                self.way = exact_way(score, base)
+        except torch.OutOfMemoryError as error:
+            logger.warning(f"scores are not compared with the model's own forward: too little memory ({error})")
+        self.compared = True
 
     def stock(self, model: nn.Module, *rows: Any, kept: Any = None, **options: Any) -> Scores:
         """Score rows by TRL's forward, whose arguments it takes, in the way that was chosen."""

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
+from peft import PeftModel
 from torch import Tensor
 
 from grpo_ext.config.process_engine import samples_by_server
@@ -37,6 +38,7 @@ from grpo_ext.trainer.batches import no_early_pass
 from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.crediting import CreditingTrainer, replace_tail
 from grpo_ext.trainer.diagnosis.recording import DRAWN
+from grpo_ext.trainer.reference import moved
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler, forget_figures_of_trl
 from grpo_ext.trainer.seeing import check_fields, check_seen, images_of_tools
@@ -62,7 +64,7 @@ class GeneratingTrainer(CreditingTrainer):
     _times: StepTimes
     model_wrapped: Any
     use_vllm: bool
-    _largest: Any
+    _unwrapped: Any
     _last_loaded_step: int
     vllm_importance_sampling_correction: bool
 
@@ -232,7 +234,8 @@ class GeneratingTrainer(CreditingTrainer):
             raise ConfigError([images_of_tools()])
         collected.generated = generated
         first = generated.prompt_ids, generated.completion_ids, collected.images
-        self._scorer.choose_way(self.model, *first, self._tokenizer.pad_token_id, self._largest)
+        adapted = moved(self._unwrapped) if isinstance(self.model, PeftModel) else None
+        self._scorer.choose_way(self.model, *first, self._tokenizer.pad_token_id, adapted)
         return generated
 
     def _check_logprobs(self, generated: Generated) -> None:

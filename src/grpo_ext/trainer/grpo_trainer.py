@@ -26,12 +26,14 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
+from grpo_ext.packing.lm_head import gather_trained_head
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body, takes_positions
 from grpo_ext.packing.own_forward import count_positions
 from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer
+from grpo_ext.packing.together import entered_alike, failing_alike
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
 from grpo_ext.trainer.acting import Acting
@@ -51,7 +53,7 @@ from grpo_ext.trainer.evaluating import batch_weight
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
 from grpo_ext.trainer.model_checks import check_pieces
 from grpo_ext.trainer.piecewise import SHARDED, Terms, more_to_come, together
-from grpo_ext.trainer.reference import InitialWeights, compare, evaluating, made_up, scored
+from grpo_ext.trainer.reference import InitialWeights, compare, evaluating, made_up, moved, scored
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.seeing import check_processor, check_prompts
@@ -215,6 +217,8 @@ class GRPOExtTrainer(AheadTrainer):
         for model in (self.model, self.ref_model):
             if model is not None:
                 name_body(causal_lm(self.accelerator.unwrap_model(model)))
+        if self.is_fsdp_enabled:
+            gather_trained_head(causal_lm(self.model))
         if args.dropout_disabled:
             switch_dropout_off(self.model)
         elif dropout := active_dropout(self.model):
@@ -469,24 +473,39 @@ class GRPOExtTrainer(AheadTrainer):
             ConfigError: they differ, or made-up rows cannot be scored.
         """
         first = self._first_logps
-        if not self.beta or (first is not None and self.args.sync_ref_model):
+        if not (self.beta and self._reference_checked) or (first is not None and self.args.sync_ref_model):
             return
+        try:
+            self._compare_reference(first)
+        except torch.OutOfMemoryError as error:
+            self._reference_checked = False
+            logger.warning(f"the reference is not compared with the policy at the start: too little memory ({error})")
+
+    def _compare_reference(self, first: Tensor | None) -> None:
+        """Compare as `check_reference`; all processes make the same forwards and raise the same error."""
+        policy, initial = self._unwrapped, self._initial
+        starts = first is None and self.state.global_step == 0
         half = self.args.bf16 or self.args.fp16 or self.model.dtype.itemsize < 4
-        policy, check = self._unwrapped, partial(compare, model=self._unwrapped, half=half)
-        with nullcontext() if self._initial is None else self._initial.replacing(policy):
-            reference = self._made_up_logps(self.ref_model or self.model)
-        if first is not None:
-            check(reference, first, "the reference has moved since the start")
-            return
-        self._first_logps = reference
-        if self.state.global_step == 0:
+        with entered_alike(moved(policy) if starts and initial is not None else nullcontext()):
+            with entered_alike(nullcontext() if initial is None else initial.replacing(policy)):
+                reference = self._made_up_logps(self.ref_model or self.model)
+            drawn = [self._made_up_logps(self.model) for _ in range(2 * starts)]
+        self._first_logps, check = reference, partial(compare, model=policy, half=half)
+        with failing_alike():
+            if first is not None:
+                check(reference, first, "the reference has moved since the start")
+        if starts:
             logps = self._made_up_logps(self.model)
-            check(self._made_up_logps(self.model), logps, "each forward draws its own noise, also without dropout")
-            check(reference, logps, "the reference is not the policy before the first step")
+            with failing_alike():
+                check(drawn[0], drawn[1], "each forward draws its own noise, also without dropout")
+                check(reference, logps, "the reference is not the policy before the first step")
 
     def _made_up_logps(self, model: nn.Module) -> Tensor:
-        """Return log-probabilities of made-up rows, by TRL's forward and without dropout."""
+        """Return log-probabilities of made-up rows, by TRL's forward and without dropout; collective.
+
+        The way in which rows are scored may be chosen between two calls, and TRL's own is the same in both.
+        """
         vocabulary = causal_lm(self._unwrapped).config.get_text_config().vocab_size
         ids, dropout = made_up(self._tokenizer, vocabulary, self.accelerator.device), active_dropout(model)
-        with forward_only(self.model, self.args), evaluating(model) if dropout else nullcontext():
-            return scored(self._scorer.stock, model, ids)
+        with forward_only(self.model, self.args), evaluating(model) if dropout else nullcontext(), failing_alike():
+            return scored(self._scorer.trl, model, ids)

@@ -77,7 +77,7 @@ class Lifecycle(SavingTrainer):
             RunInterrupted: a signal ended the run, which has saved a checkpoint.
         """
         try:
-            check_started(self.accelerator.distributed_type.value, self.ref_model is not None)
+            check_started(self.accelerator.distributed_type.value, self.ref_model is not None, self.model)
             self._buffered_inputs, self._generation, self._step = None, Generation(), 0
             self._group_means.load([])
             self._figures.clear()
@@ -265,6 +265,7 @@ class Lifecycle(SavingTrainer):
         if self._initial is not None:
             with naming_checkpoint(checkpoint):
                 self._initial.read(Path(checkpoint))
+            self._first_logps = None
         if self._resumed.state is not None and isinstance(self.train_dataset, IterableDataset):
             return self._resumed.place  # a stream may have ended, and begun again, at any step
         for _ in range(place[0]):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.packing.together import is_out_of_memory
 from grpo_ext.trainer.checkpoints.processes import local, whole, writable
 
 FILE = "reference.pt"
@@ -44,14 +45,15 @@ class InitialWeights:
             self.weights = torch.load(folder / FILE, map_location="cpu", weights_only=True)
 
 
-@torch.no_grad()
-def moved(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def moved(model: nn.Module) -> Iterator[None]:
     """Move the trained weights a little for some forwards: a new adapter, mostly of zeros, computes nothing yet."""
     weights = {name: _kept(parameter) for name, parameter in _trained(model).items()}
     for weight in map(local, weights.values()):
         generator = torch.Generator(weight.device).manual_seed(0)
-        weight.add_(0.05 * torch.randn(weight.shape, generator=generator, device=weight.device, dtype=weight.dtype))
-    return _replaced(model, weights)
+        weight.add_(0.01 * torch.randn(weight.shape, generator=generator, device=weight.device, dtype=weight.dtype))
+    with _replaced(model, weights):
+        yield
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
@@ -126,7 +128,9 @@ def scored(score: Callable[..., tuple[Tensor, Any, Any]], model: Any, ids: Tenso
     """
     try:
         return score(model, ids, torch.ones_like(ids), ids.shape[1] - 1)[0]
-    except (AttributeError, TypeError, ValueError) as error:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         reason = f"TRL cannot score completions with it ({type(error).__name__}: {error})"
         raise ConfigError([Problem("model", kind(model), reason, _CURE)]) from error
 

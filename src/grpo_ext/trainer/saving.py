@@ -47,6 +47,8 @@ class SavingTrainer(GRPOTrainer):
     """Those of an adapter, which are its reference."""
     _first_logps: Tensor | None = None
     """Log-probabilities of the reference at the start."""
+    _reference_checked = True
+    """False once memory was too little for the check."""
     _leaving = False
     """True while a run is ended early: its checkpoint must hold what a resume needs, also with `save_only_model`."""
 

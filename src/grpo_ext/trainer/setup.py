@@ -19,6 +19,7 @@ from grpo_ext.config import process_engine
 from grpo_ext.config.adapters import peft_problems
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
+from grpo_ext.config.engines import adapter_problems as engine_problems
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.images import image_problems
 from grpo_ext.config.images import rollout_problems as image_rollout_problems
@@ -132,7 +133,7 @@ def prepare(
         problems += [*image_problems(args, columns), *image_rollout_problems(rollouts)]
     problems += quantized_problems(args, model, quantization_config)
     adapters = [peft_config] if peft_config is not None else [*getattr(model, "peft_config", {}).values()]
-    problems += [problem for config in adapters for problem in peft_problems(config)]
+    problems += [found for config in adapters for found in (*peft_problems(config), *engine_problems(config))]
     adapted = bool(adapters)
     if args.cast_lm_head_to_fp32 and adapted:
         problems += head_problems(args, tied=is_tied(model, args), adapted=True)

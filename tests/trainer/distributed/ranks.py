@@ -205,7 +205,7 @@ def engine(model: str, output: str) -> None:
 
 
 def references(model: str, output: str, *names: str) -> None:
-    """Five steps of adapters; each rank writes the KL of the steps, and how far policy and reference have moved."""
+    """Five steps of adapters; each rank writes their gradients and KL, and how far policy and reference have moved."""
     make_fsdp_real()
     found = {}
     for name in names:
@@ -217,43 +217,67 @@ def references(model: str, output: str, *names: str) -> None:
         with one._initial.replacing(one._unwrapped):
             reference = one._made_up_logps(one.model)
         far = [(logps - one._first_logps).abs().max().item() for logps in (reference, one._made_up_logps(one.model))]
-        found[name] = [row["kl"] for row in one.state.log_history if "kl" in row], *far
+        log = [row for row in one.state.log_history if "kl" in row]
+        found[name] = [row["grad_norm"] for row in log], [row["kl"] for row in log], *far
     (Path(output) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 # A fault of one process.
 
 
+class Moves(TrainerCallback):
+    """Moves the reference of a trainer."""
+
+    trainer = None
+
+    def on_step_end(self, *_, **__):
+        self.trainer.ref_model.lm_head.weight.data.mul_(1.1)
+
+
+def spoil(trainer, case: str) -> None:
+    """Let this process alone see what a check refuses, or have too little memory for it."""
+    stock, calls = trainer._scorer.trl, []
+    if case == "reference":
+        trainer.ref_model.lm_head.weight.data.mul_(1.1)
+    elif case == "reference that moves":
+        trainer.add_callback(moves := Moves())
+        moves.trainer = trainer
+
+    def off(model, ids, *args, **options):
+        calls.append(1)
+        if case.endswith("that fails"):
+            raise IndexError("a position that the model does not have")
+        if case.endswith("without memory") and len(calls) == 2:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        logps, *others = stock(model, ids, *args, **options)
+        wrong = len(calls) * (case == "reference with noise") + (len(ids) == 2) * (case == "own forward")
+        return logps + 0.1 * wrong, *others
+
+    if case not in ("reference", "reference that moves"):
+        trainer._scorer.trl = off
+
+
 def alone(model: str, output: str, *cases: str) -> None:
-    """Runs in which only one process sees what is to be refused; each rank writes what it raised."""
-    rank = PartialState(cpu=True).process_index
+    """Runs of which one process only sees what is to be refused; each rank writes what it raised or warned of."""
     for case in cases:
-        settings = {"beta": 0.1, "rows": 16, "per_device_train_batch_size": 4, "save_strategy": "steps"}
-        one = build(model, Path(output) / case, **settings)
-        if rank == (case == "save"):
-            pass
-        elif case == "reference":
-            one.ref_model.lm_head.weight.data.mul_(1.1)
-        elif case == "save":
-            one.model.config.note = object()
-        else:
-            stock, calls = one._scorer.trl, []
-
-            def off(*args, stock=stock, calls=calls, case=case, **options):
-                calls.append(1)
-                if case == "own forward that fails":
-                    raise IndexError("a position that the model does not have")
-                logps, *others = stock(*args, **options)
-                return logps - 0.1 * len(calls), *others
-
-            one._scorer.trl = off
+        settings = {
+            "beta": 0.1,
+            "rows": 16,
+            "per_device_train_batch_size": 4,
+            "save_strategy": "steps",
+            "max_steps": 2,
+        }
+        one = build(model, Path(output) / case, save_steps=1, **settings)
+        if one.accelerator.process_index == 1:
+            spoil(one, case)
+        if case.startswith("own"):
             one.check_reference = lambda: None
         try:
             one.train()
-            said = "trained"
+            said = f"trained {one.state.global_step} steps"
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-        (Path(output) / f"{case}-{rank}.txt").write_text(said)
+        (Path(output) / f"{case}-{one.accelerator.process_index}.txt").write_text(said)
 
 
 # Stopped and resumed.
