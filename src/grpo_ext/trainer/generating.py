@@ -315,7 +315,7 @@ class GeneratingTrainer(CreditingTrainer):
             if processes is not None:
                 processes.close()
         engine = getattr(self, "vllm_generation", None)
-        if engine is not None and engine.mode == "server" and self.accelerator.is_main_process:
+        if engine is not None and self.args.vllm_mode == "server" and self.accelerator.is_main_process:
             engine.vllm_client.release()
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
