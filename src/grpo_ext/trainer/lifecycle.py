@@ -36,6 +36,7 @@ from grpo_ext.trainer.saving import SavingTrainer
 from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.signals import interrupted, naming_checkpoint, naming_lost_ranks, signals
 from grpo_ext.trainer.trial_save import check_saving
+from grpo_ext.waiting import leaving
 
 
 class _EndedByEvaluation(Exception):
@@ -100,6 +101,7 @@ class Lifecycle(SavingTrainer):
             raise
         finally:
             self.close_rewards()
+            leaving.clear()
         if self._guard.requested:
             raise interrupted(self._guard.requested, self.state, of_recipe=self.recipe_record is not None)
         self._guard.report()

@@ -180,3 +180,11 @@ def test_a_token_may_change_appear_or_disappear(there, here, record):
     found = changes({**record, **kept}, with_token(record, here))
     assert len(found.refused) == 1
     assert f"'{there}'" not in found.refused[0]
+
+
+@pytest.mark.parametrize("value", [None, False, True])
+def test_a_setting_of_another_version_counts_only_where_it_is_on(value, record):
+    """One that transformers has added may be None by default, and False after its own checks."""
+    with_it = {**record, "a_setting_of_transformers": value}
+    refused = [changes(record, with_it).refused, changes(with_it, record).refused]
+    assert [len(found) for found in refused] == ([1, 1] if value else [0, 0])

@@ -236,7 +236,8 @@ def _refused(key: str, there: Record, here: Record) -> str:
 def _equal(key: str, there: Record, here: Record) -> bool:
     old, new = _value(key, there), _value(key, here)
     unknown = key in ("model", "data", "conversational") and None in (old, new)
-    return _without_secrets(old) == _without_secrets(new) or unknown
+    unset = key not in there.keys() & here.keys() and not old and not new  # of another version: None or False
+    return _without_secrets(old) == _without_secrets(new) or unknown or unset
 
 
 def _without_secrets(value: Any) -> Any:
