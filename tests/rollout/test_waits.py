@@ -213,6 +213,21 @@ def test_a_push_whose_request_fails_leaves_the_broadcast_at_once():
     assert time.monotonic() - began < SECONDS
 
 
+def test_a_server_that_comes_back_as_another_is_compared_again_and_refused():
+    client = SimpleNamespace(base_url="http://server", serving="first")
+    generation = generation_of(client, 10.0)
+    client.reconnect = lambda device, patience: setattr(client, "serving", "second")
+
+    def check(url):
+        raise RuntimeError(f"the one at {url} does not suit this run")
+
+    generation._check_server = check
+    with pytest.raises(RuntimeError, match="does not suit this run"):
+        generation._reconnect([ServerTrouble("connection refused")])
+    client.reconnect = lambda device, patience: None  # the same server
+    generation._reconnect([ServerTrouble("connection refused")])
+
+
 # A server's start.
 
 

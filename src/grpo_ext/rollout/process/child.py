@@ -93,11 +93,13 @@ class Decoder:
         config = copy.deepcopy(settings.config)
         config.max_new_tokens = max(request.limits)
         inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
-        hook = self.model.register_forward_hook(after_forward)
+        blocks = [block for part in self.model.modules() if isinstance(part, nn.ModuleList) for block in part]
+        hooks = [block.register_forward_hook(after_forward) for block in blocks]  # a long prompt takes a forward long
         try:
             output = cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         rows = zip(output[:, ids.shape[1] :].tolist(), request.limits, strict=True)
         found = [self._ended(row[:limit]) for row, limit in rows]
         kept: Sequence[Tensor | None] = drawn.kept(found) or [None] * count
@@ -111,7 +113,7 @@ class Decoder:
 
 
 class _Heartbeat:
-    """A hook of a model that sends a sign of life, at most every second, while tokens are decoded."""
+    """A hook of a model's blocks that sends a sign of life, at most every second, while the model computes."""
 
     def __init__(self, send: Callable[[], None]) -> None:
         self._send, self._last = send, time.monotonic()

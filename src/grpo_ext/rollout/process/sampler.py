@@ -55,11 +55,11 @@ class ProcessSampler:
         weights: yields the policy's present weights and buffers under the names of the model without adapters;
             collective where they are spread over processes.
         start: describes model, decoding and machine; called once, on the main thread.
-        limit: `ddp_timeout`.
+        limit: seconds without progress, `ddp_timeout`.
     """
 
     def __init__(
-        self, weights: Callable[[], Iterator[tuple[str, Tensor]]], start: Callable[[], Start], limit: float = 1800.0
+        self, weights: Callable[[], Iterator[tuple[str, Tensor]]], start: Callable[[], Start], limit: float
     ) -> None:
         self._weights, self._describe, self._limit = weights, start, limit
         self._start: Start | None = None
