@@ -201,6 +201,17 @@ def test_a_signal_while_the_server_is_away_saves_the_last_whole_step_at_once(ser
     assert "Traceback" not in log.read_text()
 
 
+def test_a_server_ends_with_the_command_that_started_it(served, address):
+    """The last test here: it leaves no server."""
+    served.wait()
+    served.process.kill()
+    served.process.wait(GRACE)
+    deadline = time.monotonic() + PATIENCE
+    while served.engine_processes_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
 def until(holds, run, log):
     deadline = time.monotonic() + PATIENCE
     while not holds():
