@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file
@@ -92,8 +93,11 @@ def killed(recipe: Path, output: Path, moment) -> None:
     process, before = start(recipe, output), newest(output)
     wait(lambda: newest(output) > before + random.randint(0, 1), process)
     moment(process)
-    with suppress(ProcessLookupError):  # it may have ended
-        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(psutil.NoSuchProcess):  # it may have ended
+        # the trainers have sessions of their own, and save a checkpoint when only their launcher is gone
+        for one in (process, *psutil.Process(process.pid).children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
     printed, _ = process.communicate()
     assert process.returncode in (-signal.SIGKILL, 0), printed[-3000:]
     assert "Traceback" not in printed, printed[-3000:]
