@@ -50,12 +50,14 @@ class Finished:
 
 @dataclass
 class Collected:
-    """One generation. TRL's hooks fill it in this order; everything else gets it as an argument."""
+    """One generation: what was sampled or played, and scored, in the order in which it is filled."""
 
     rows: list[dict[str, Any]]
     """Rows of the dataset, one per completion; later with the columns of a rollout function."""
     attempts: Sequence[AttemptId] = ()
     """The attempt that each row is; its random numbers are derived from it."""
+    prompts: list[Any] = field(default_factory=list)
+    """Prompts of the rows as the model gets them, with their images and the first observations of environments."""
     generated: Generated | None = None
     kept: list[Tensor] = field(default_factory=list)
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.kept`."""
@@ -69,8 +71,6 @@ class Collected:
     """Rewards of all processes, [completions, functions], once they are known; NaN where one was not scored."""
     turn_rewards: list[TurnRewards] = field(default_factory=list)
     """Per-turn rewards of each row."""
-    settled: bool = False
-    """Whether dynamic sampling has made it, so that TRL gets it as it is."""
     scored_ids: list[list[int]] = field(default_factory=list)
     """Tokens of the completions that were scored, which a subclass may have changed."""
     logged: dict[str, list[Any]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Dynamic sampling: fresh prompts replace groups whose completions all score alike. DAPO, arXiv:2503.14476.
 
-`DynamicSampler.settle` generates and scores round by round before TRL sees the batch. TRL gets the resulting
-`Collected` as if it had been generated and scored in one go.
+`DynamicSampler.settle` generates and scores round by round, and returns one `Collected`, as if it had been generated
+and scored in one go.
 """
 
 import math
@@ -100,8 +100,8 @@ class FreshPrompts:
 
 
 Row: TypeAlias = tuple[Any, ...]
-"""Row, prompt ids, ids, tool mask, completion, log-probabilities, images, those as tensors, kept sets, logged columns,
-turn rewards."""
+"""Row, prompt, prompt ids, ids, tool mask, completion, log-probabilities, images, those as tensors, kept sets, logged
+columns, turn rewards."""
 
 
 @dataclass
@@ -125,7 +125,8 @@ class Batch:
         logged = [{name: values[i] for name, values in full.items()} for i in range(count)]
         unknown: list[Any] = [None] * count
         masks, logprobs = made.tool_mask or unknown, made.logprobs or unknown
-        columns = (collected.rows, made.prompt_ids, made.completion_ids, masks, made.completions, logprobs)
+        given = collected.rows, collected.prompts, made.prompt_ids
+        columns = *given, made.completion_ids, masks, made.completions, logprobs
         lists = made.images or unknown, collected.images or unknown, collected.kept or unknown
         rows = list(zip(*columns, *lists, logged, collected.turn_rewards, strict=True))
         return cls(rows, rewards, list(collected.logged), list(made.extra))
@@ -133,7 +134,8 @@ class Batch:
     def collected(self) -> Collected:
         """Join the rows to a scored generation."""
         columns: list[Any] = [list(column) for column in zip(*self.rows, strict=True)]
-        examples, prompt_ids, ids, masks, completions, logprobs, images, seen, kept, logged, turn_rewards = columns
+        examples, prompts, prompt_ids, ids, masks, completions, logprobs, *lists, logged, turn_rewards = columns
+        images, seen, kept = lists
         extra = {name: [example[name] for example in examples] for name in self.extra}
         tool_mask, scores = (None if any(part is None for part in column) else column for column in (masks, logprobs))
         found = images if any(images) else None
@@ -142,7 +144,7 @@ class Batch:
         scored = {"rewards": self.rewards, "turn_rewards": turn_rewards, "logged": of_rewards}
         kept = [] if kept[0] is None else kept
         seen = [] if found is None else [row or no_images() for row in seen]
-        return Collected(examples, generated=made, kept=kept, images=seen, settled=True, **scored)
+        return Collected(examples, (), prompts, made, kept=kept, images=seen, scored_ids=ids, **scored)
 
 
 Collect = Callable[[list[dict[str, Any]], list[AttemptId]], Collected]

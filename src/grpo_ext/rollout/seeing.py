@@ -3,9 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from transformers import BatchFeature
-
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.packing.images import OF_TOKENS, RowImages, joined_fields, row_images
 
@@ -64,17 +61,3 @@ def each_alone(stock: Callable[[list], Tokenized], prompts: list) -> tuple[Token
         rows.append(row_images(fields, len(images_in(prompt))))
     types = {name: [row[name].tolist() for row in rows] for name in OF_TOKENS if all(name in row for row in rows)}
     return (ids, [images_in(prompt) or None for prompt in prompts], {**joined_fields(rows), **types}), rows
-
-
-class PreparedImages:
-    """A processor whose images TRL does not prepare again for the loss: each row has its own already."""
-
-    def __init__(self, processor: Any) -> None:
-        self._processor = processor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._processor, name)
-
-    def __call__(self, *args: Any, images: Any = None, **kwargs: Any) -> Any:
-        """Return a placeholder for images, and what the processor returns for text."""
-        return self._processor(*args, **kwargs) if images is None else BatchFeature({"pixel_values": torch.empty(0)})

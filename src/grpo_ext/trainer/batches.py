@@ -6,8 +6,9 @@ loss: a micro-batch that the loss reaches before the policy moves keeps the log-
 others get theirs just before it moves.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,47 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import pad as trl_pad
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.temporary import temporarily
 from grpo_ext.objective.aggregation import StepTotals, step_totals
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask
+from grpo_ext.rollout.collected import Generated
+
+
+def padded(
+    made: Generated, pad: int, multiple: int | None, device: torch.device, ends: Collection[int] | None = None
+) -> dict[str, Tensor]:
+    """Return the rows of a generation as padded tensors: prompts [rows, width] on the left, completions on the right.
+
+    Args:
+        made: the rows.
+        pad: token that pads.
+        multiple: width is a multiple of it.
+        device: of the tensors.
+        ends: tokens one of which ends a completion that trains; None: all train.
+    """
+
+    def joined(rows: Sequence[Tensor], value: int, side: str = "right") -> Tensor:
+        return trl_pad(list(rows), padding_value=value, padding_side=side, pad_to_multiple_of=multiple).to(device)
+
+    prompts, completions = ([torch.tensor(ids) for ids in part] for part in (made.prompt_ids, made.completion_ids))
+    batch = {
+        "prompt_ids": joined(prompts, pad, "left"),
+        "prompt_mask": joined([torch.ones_like(ids) for ids in prompts], 0, "left"),
+        "completion_ids": joined(completions, pad),
+        "completion_mask": joined([torch.ones_like(ids) for ids in completions], 0),
+    }
+    if made.logprobs is not None:
+        known = [[math.nan if logp is None else logp for logp in row] for row in made.logprobs]
+        batch["sampling_per_token_logps"] = joined([torch.tensor(row) for row in known], 0)
+    if made.tool_mask is not None:
+        batch["tool_mask"] = joined([torch.tensor(mask) for mask in made.tool_mask], 1)
+    if ends is not None:
+        whole = torch.tensor([ids[-1] in ends for ids in made.completion_ids], device=device)[:, None]
+        masks = ("completion_mask", "tool_mask")
+        batch |= {name: batch[name] * whole.to(batch[name].dtype) for name in masks if name in batch}
+    return batch
 
 
 @dataclass(frozen=True)
@@ -61,18 +98,6 @@ def stock_totals(inputs: MicroBatch, micro_batches: int, share: float, processes
     rows, tokens = len(inputs["completion_mask"]), inputs["num_items_in_batch"].clamp(min=1.0) * share
     steps = torch.tensor(float(micro_batches * processes), device=tokens.device)
     return StepTotals(tokens=tokens, sequences=steps * rows, micro_batches=steps)
-
-
-# The old policy.
-
-
-def no_early_pass(args: GRPOExtConfig) -> AbstractContextManager[None]:
-    """Skip TRL's pass for old log-probabilities, whose rows are not in the loss's micro-batches yet.
-
-    TRL decides by `gradient_accumulation_steps` whether an optimizer step may begin within a generation. With vLLM's
-    importance sampling correction it still runs the pass, for the sampler's ratio.
-    """
-    return temporarily(args, gradient_accumulation_steps=int(args.steps_per_generation or 1) * args.num_iterations)
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from accelerate import Accelerator
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from trl.trainer.utils import nanstd
 
-from grpo_ext.objective.advantages import LogMetric, extremes, group_means, zero_variance
+from grpo_ext.objective.advantages import LogMetric, estimators, extremes, group_means, zero_variance
 from grpo_ext.objective.combinations import weighted_total, weighted_turns
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.trajectory import Trajectory
@@ -204,6 +205,54 @@ def per_completion(advantages: Tensor, mask: Tensor | None) -> Float[Tensor, " c
         return advantages
     mask = mask.flatten(0, -2)
     return (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class TRLAdvantages:
+    """TRL's advantages of all completions, in its precision."""
+
+    rewards: Float[Tensor, " completions"]
+    """Weighted totals, in which None counts as 0; NaN where no function scored."""
+    advantages: Float[Tensor, " completions"]
+    equal: Bool[Tensor, " completions"]
+    """Where the standard deviation by which TRL divides is 0."""
+
+    @classmethod
+    def of(
+        cls, rewards: Float[Tensor, "completions functions"], weights: Tensor, group: int, objective: Objective
+    ) -> "TRLAdvantages":
+        """Compute them as TRL does for the nearest of its estimators."""
+        scale = objective.advantage if estimators.traits(objective.advantage).trl else "group"
+        weights, unscored = weights.to(rewards.device), rewards.isnan().all(dim=1)
+        total = (rewards * weights).nansum(dim=1).masked_fill(unscored, torch.nan)
+        if objective.combination == "normalize_then_sum":
+            grouped = rewards.view(-1, group, rewards.shape[1])
+            spread = nanstd(grouped, dim=1, keepdim=True) if group > 1 else 0.0
+            parts = (grouped - grouped.nanmean(dim=1, keepdim=True)) / (spread + 1e-4)
+            summed = (parts.view(rewards.shape) * weights).nansum(dim=1).masked_fill(unscored, torch.nan)
+            std = nanstd(summed).expand_as(summed) if summed.numel() > 1 else torch.zeros_like(summed)
+            advantages = (summed - summed.nanmean()) / (std + 1e-4)
+        else:
+            of_groups = total.view(-1, group)
+            if scale == "batch":
+                std = nanstd(total).expand_as(total) if total.numel() > 1 else torch.zeros_like(total)
+            else:
+                spread = nanstd(of_groups, dim=1) if group > 1 else torch.zeros_like(of_groups[:, 0])
+                std = spread.repeat_interleave(group)
+            advantages = total - of_groups.nanmean(dim=1).repeat_interleave(group)
+            advantages = advantages if scale == "none" else advantages / (std + 1e-4)
+        return cls(total, advantages.nan_to_num(nan=0.0), torch.isclose(std, torch.zeros_like(std)))
+
+
+def reward_figures(
+    rewards: Float[Tensor, "completions functions"], total: Tensor, names: Sequence[str]
+) -> dict[str, float]:
+    """Return TRL's figures of each reward and of a total, over the completions that were scored."""
+    columns = {f"rewards/{name}/": column for name, column in zip(names, rewards.unbind(dim=1), strict=True)}
+    found = {"reward": total.nanmean().item(), "reward_std": nanstd(total).item()}
+    for name, column in columns.items():
+        found |= {f"{name}mean": column.nanmean().item(), f"{name}std": nanstd(column).item()}
+    return found
 
 
 def group_shares(rewards: Float[Tensor, "groups completions functions"], names: Sequence[str]) -> dict[str, float]:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from grpo_ext.data.pictures import with_images
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN
-from grpo_ext.packing.micro_batches import PARENTS
+from grpo_ext.packing.micro_batches import PARENTS, live_mask
 from grpo_ext.rewards.containment import Scored
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.runtime import Runtime
@@ -27,20 +26,21 @@ from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.seeing import PreparedImages, Tokenized, described, each_alone, images_in
+from grpo_ext.rollout.seeing import Tokenized, each_alone, images_in
 from grpo_ext.rollout.trajectories import completed, completions_seen, fill_empty, parents_of
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
 from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
-from grpo_ext.rollout.vllm.lazy_import import grpo_trainer, server_sampler
+from grpo_ext.rollout.vllm.lazy_import import server_sampler
+from grpo_ext.trainer import tool_environments
 from grpo_ext.trainer.acting import Acting, Played, limits_of, sampling_of
-from grpo_ext.trainer.batches import no_early_pass
+from grpo_ext.trainer.batches import padded
 from grpo_ext.trainer.callbacks import StepTimes
-from grpo_ext.trainer.crediting import CreditingTrainer, replace_tail
+from grpo_ext.trainer.crediting import CreditingTrainer
 from grpo_ext.trainer.diagnosis.recording import DRAWN
 from grpo_ext.trainer.reference import moved
 from grpo_ext.trainer.reward_collector import RewardCollector
-from grpo_ext.trainer.sampling import correct_sampler, forget_figures_of_trl
+from grpo_ext.trainer.sampling import correct_sampler
 from grpo_ext.trainer.seeing import check_fields, check_seen, images_of_tools
 
 
@@ -82,9 +82,6 @@ class GeneratingTrainer(CreditingTrainer):
         if samples_by_server(args):
             self._beside = server_sampler(self.vllm_generation)
         self.vllm_importance_sampling_correction = bool(args.sampler_rules)
-        # ratios of tokens without bounds: TRL's weights are replaced
-        self.vllm_importance_sampling_mode = "token_mask"
-        self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
         drift = self.use_vllm and args.rollout_drift != 0
         self._drift = DriftCheck(args, cast(Any, self.vllm_generation)) if drift else None
         self._sampler = None
@@ -107,28 +104,29 @@ class GeneratingTrainer(CreditingTrainer):
         finally:
             self._collecting = before
 
-    def rollouts(self, rows: list[dict[str, Any]], attempts: list[AttemptId]) -> Collected:
+    def rollouts(self, rows: list[dict[str, Any]], attempts: Sequence[AttemptId]) -> Collected:
         """Generate a completion for each row; each process may have its own rows.
 
         Args:
             rows: of a dataset.
             attempts: identity of each row's attempt; seeds of environments and their turns come from it.
         """
-        with self._filling(Collected(rows, attempts, ready=self._finished(attempts))) as collected:
-            collected.generated = Generated(*self._generate([with_images(row) for row in rows]))
+        prompts = tool_environments.begin(self, rows, [with_images(row) for row in rows])
+        with self._filling(Collected(rows, attempts, prompts, ready=self._finished(attempts))) as collected:
+            collected.generated = Generated(*self._generate(prompts))
         extra = collected.generated.extra
         added = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
         collected.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
         return collected
 
-    def collect(self, rows: list[dict[str, Any]], attempts: list[AttemptId]) -> Collected:
+    def collect(self, rows: list[dict[str, Any]], attempts: Sequence[AttemptId]) -> Collected:
         """Generate and score a completion for each row; each process needs as many rows."""
-        collected, prompts = self.rollouts(rows, attempts), [with_images(row) for row in rows]
+        collected = self.rollouts(rows, attempts)
         made = collected.generated
         assert made is not None
         self._pending_extra_logs.clear()
         with self._filling(collected):
-            rewards = self._calculate_rewards(collected.rows, prompts, made.completions, made.completion_ids)
+            rewards = self._calculate_rewards(collected.rows, collected.prompts, made.completions, made.completion_ids)
         collected.rewards = rewards
         self._pending_extra_logs.clear()
         return collected
@@ -148,12 +146,6 @@ class GeneratingTrainer(CreditingTrainer):
         if self._collecting is not None:
             self._collecting.images = rows
         return tokenized
-
-    def _seen_once(self) -> AbstractContextManager[None]:
-        """Let TRL take the images as `_tokenize_prompts` has prepared them."""
-        if not self._is_vlm:
-            return nullcontext()
-        return temporarily(self, processing_class=PreparedImages(self.processing_class))
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
         collected, training = self._collecting, self.model.training
@@ -217,9 +209,6 @@ class GeneratingTrainer(CreditingTrainer):
 
     def _generate(self, prompts: list) -> Generated:
         collected = self._collecting or Collected([])
-        if collected.settled:
-            assert collected.generated is not None
-            return collected.generated
         if self.use_vllm and self._beside is not None and self.model.training:
             self._last_loaded_step = self.state.global_step  # TRL would push below running requests
         with self._times.during("rollout"), self._sampling():
@@ -291,10 +280,6 @@ class GeneratingTrainer(CreditingTrainer):
     ) -> Tensor:
         collected = self._collecting or Collected(inputs)
         collected.scored_ids = completion_ids_list
-        if collected.settled:
-            assert collected.rewards is not None
-            self._pending_extra_logs.update(collected.logged)
-            return collected.rewards
         self._rewards.schedule_weights(self.reward_weights, self.state)
         with self._filling(collected), self._times.during("rewards"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -319,58 +304,63 @@ class GeneratingTrainer(CreditingTrainer):
             engine.vllm_client.release()
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a generation of this process's rows: sampled or played, rewarded, scored, credited."""
         mode = "train" if self.model.training else "eval"
-        collected = self._begun(inputs, mode)
         if self._first_logps is None:
             self.check_reference()
-        scored = (
-            nullcontext() if self._initial is None else temporarily(grpo_trainer, use_adapter=self._initial.replacing)
-        )
-        with self._filling(collected), no_early_pass(self.args), self._seen_once(), scored:
-            output = super()._generate_and_score_completions(collected.rows)
-        output = {name: value for name, value in output.items() if name not in self._scorer.multimodal}
-        output |= collected.lists
-        if collected.images:
-            replace_tail(self._logs["prompt"], [described(prompt) for prompt in list(self._logs["prompt"])])
-        made = collected.trajectories
-        if made and (parents := parents_of(made, output["completion_ids"].shape[1])) is not None:
-            output[PARENTS] = parents.to(self.accelerator.device)
-        if self.acting is not None and self.log_completions:
-            replace_tail(self._logs["prompt"], gather_object([trajectory.opening for trajectory in made]))
+        collected = self._begun(inputs, mode)
+        batch = self._padded(collected)
+        policy = self._policy_logps(batch) if self._sampler_corrected else None
+        if self.beta:
+            batch["ref_per_token_logps"] = self._reference_logps(batch)
         if self._evaluated is not None and collected.rewards is not None:
-            rank, mask = self.accelerator.process_index, output["completion_mask"]
-            output["completion_mask"] = self._evaluated.mask_fillers(mask, collected.rewards, rank)
-        compared = mode == "train" or not scores_kept_sets(self.args)
-        if not compared:  # the sampler's are over the tokens that it kept, the policy's over the vocabulary
-            output.pop("sampling_per_token_logps", None)
-        draws_itself = not self.use_vllm and (self.rollout_func is None or self.acting is not None)
-        draws_itself = draws_itself and not (self._older and mode == "train")
-        if draws_itself and "sampling_per_token_logps" in output:
-            output[DRAWN] = output.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
-        # computed on TRL's micro-batches, not on the loss's: not bit-identical, so unusable as old log-probabilities
-        early = output.pop("old_per_token_logps", None)
-        if early is None and self._sampler_corrected:
-            early = self._policy_logps(output)
-        comparable = mode == "train" and self._age == 0 and "sampling_per_token_logps" in output
-        if self._drift is not None and comparable:
+            rank, mask = self.accelerator.process_index, batch["completion_mask"]
+            batch["completion_mask"] = self._evaluated.mask_fillers(mask, collected.rewards, rank)
+        self._compare_sampler(batch, policy, mode)
+        logged = self._assign_credit(collected, batch, policy, mode)
+        if policy is not None:  # behind the advantages, whose baselines are of all completions, also of rejected ones
+            batch |= self._correction(batch, policy, mode)
+        self._log_generation(collected, logged)
+        return batch
+
+    def _padded(self, collected: Collected) -> dict[str, Any]:
+        """Return the columns of a generation, and the number of trained tokens of all processes."""
+        assert collected.generated is not None
+        device, pad = self.accelerator.device, self._tokenizer.pad_token_id
+        ends = {*self.eos_token_ids, pad} if self.mask_truncated_completions else None
+        batch: dict[str, Any] = padded(collected.generated, pad, cast(Any, self.pad_to_multiple_of), device, ends)
+        batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
+        made = collected.trajectories
+        if made and (parents := parents_of(made, batch["completion_ids"].shape[1])) is not None:
+            batch[PARENTS] = parents.to(device)
+        return batch | collected.lists
+
+    def _compare_sampler(self, batch: dict[str, Any], policy: Tensor | None, mode: str) -> None:
+        """Name the sampler's log-probabilities after what they may be compared with, and check its drift."""
+        if "sampling_per_token_logps" not in batch:
+            return
+        if mode == "eval" and scores_kept_sets(self.args):  # over the tokens that were kept, not the vocabulary
+            del batch["sampling_per_token_logps"]
+            return
+        elsewhere = self.use_vllm or (self.rollout_func is not None and self.acting is None)
+        if not elsewhere and not (self._older and mode == "train"):
+            batch[DRAWN] = batch.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
+        elif self._drift is not None and mode == "train" and self._age == 0:
             self._drift.due = True
-            if early is not None:
-                self._check_drift(early, output)
-        self._assign_credit(collected, output, early, mode)
-        if self._sampler_corrected and not compared:  # in evaluations by vLLM
-            forget_figures_of_trl(self._metrics[mode])
-            output["importance_sampling_ratio"] = torch.ones_like(output["importance_sampling_ratio"])
-        elif self._sampler_corrected:
-            assert early is not None
-            # behind the advantages, whose baselines are of all completions, also of rejected ones
-            output |= correct_sampler(self.args.sampler_rules, early, output, self._metrics[mode], self.accelerator)
-        return output
+            if policy is not None:
+                self._check_drift(policy, batch)
+
+    def _correction(self, batch: Mapping[str, Any], policy: Tensor, mode: str) -> dict[str, Tensor]:
+        """Return the weights of tokens that something else than the policy sampled."""
+        if "sampling_per_token_logps" not in batch:  # in evaluations by vLLM
+            return {"importance_sampling_ratio": torch.ones_like(policy)}
+        return correct_sampler(self.args.sampler_rules, policy, batch, self._metrics[mode], self.accelerator)
 
     def _begun(self, rows: list[dict[str, Any]], mode: str) -> Collected:
-        """Return a generation for TRL's hooks to fill; with dynamic sampling it is filled already."""
+        """Return a generation of these rows, sampled or played and scored."""
         attempts = self.attempt_ids(len(rows))
         if self._sampler is None or mode != "train":
-            return Collected(rows, attempts, ready=self._finished(attempts))
+            return self.collect(rows, attempts)
         silent = partial(self._credit.silent_groups, weights=self.reward_weights, group=self.num_generations)
         seen = self.state.num_input_tokens_seen
         try:

@@ -23,7 +23,6 @@ from grpo_ext.data.chat_template import template_opens
 from grpo_ext.data.given import Checked
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
-from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.lm_head import gather_trained_head
@@ -34,7 +33,6 @@ from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.packing.together import entered_alike, failing_alike
-from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
 from grpo_ext.trainer.acting import Acting
 from grpo_ext.trainer.ahead import AheadTrainer
@@ -259,11 +257,8 @@ class GRPOExtTrainer(AheadTrainer):
             self.add_callback(callback)
 
     def _describe_objective(self) -> None:
-        """Set the names that stock TRL reads, and print the loss with its paper."""
+        """Print the loss with its paper."""
         objective = self.objective
-        self.scale_rewards = objective.advantage if estimators.traits(objective.advantage).trl else "group"
-        in_trl = ("sum_then_normalize", "normalize_then_sum")
-        self.multi_objective_aggregation = objective.combination if objective.combination in in_trl else in_trl[0]
         departures = objective.departures()
         paper = f"{objective.row.paper}, but for the {', '.join(departures)}" if departures else objective.row.paper
         self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {paper}")
@@ -273,14 +268,7 @@ class GRPOExtTrainer(AheadTrainer):
     # The loss.
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Scores:
-        collected = self._collecting
-        if collected is None:
-            return self._scorer.tokens(*args, **kwargs)
-        if collected.trajectories:  # TRL does not know how their tokens are connected
-            kwargs["parents"] = parents_of(collected.trajectories, args[3])
-        if collected.images:  # TRL's are of the whole generation
-            kwargs = {name: value for name, value in kwargs.items() if name not in self._scorer.multimodal}
-        return self._scorer.tokens(*args, **(kwargs | collected.lists))
+        return self._scorer.tokens(*args, **kwargs)
 
     def _scores(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None) -> Scores:
         """Score a micro-batch: one forward for the loss and for old log-probabilities."""

@@ -14,8 +14,6 @@ from grpo_ext.packing.micro_batches import live_mask
 
 Metrics = MutableMapping[str, list[float]]
 LENGTHS = ("short", "medium", "long")
-OF_TRL = ("sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/")
-"""Metrics of TRL's own correction, which is not applied; `sampling/mismatch` has its difference."""
 
 
 def correct_sampler(
@@ -33,7 +31,7 @@ def correct_sampler(
     Args:
         rules: `sampler_rules` of the config.
         policy_logps: of the policy that has just been pushed to the sampler.
-        output: of TRL, this process's rows.
+        output: columns of this process's rows.
         metrics: of the mode.
         accelerator: the generation is that of all processes.
     """
@@ -45,22 +43,12 @@ def correct_sampler(
         return together[together >= 0]
 
     found = corrected(rules, policy_logps, sampler_logps, mask, gather)
-    forget_figures_of_trl(metrics)
     for name, value in weight_figures(found, mask, accelerator).items():
         metrics[name].append(value)
     changed = {"importance_sampling_ratio": found.weights}
     if any(rule.action == "reject" for rule in rules):
         changed["tool_mask"] = output.get("tool_mask", torch.ones_like(mask)) * found.counted
     return changed
-
-
-def forget_figures_of_trl(metrics: Metrics) -> None:
-    """Remove what TRL has just logged of its own correction."""
-    for name in [name for name in metrics if name.startswith(OF_TRL)]:
-        if len(metrics[name]) == 1:  # an empty list is logged as a metric without a value
-            del metrics[name]
-        else:
-            metrics[name].pop()
 
 
 def weight_figures(found: Corrected, mask: Tensor, accelerator: Accelerator) -> dict[str, float]:
