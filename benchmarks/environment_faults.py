@@ -57,7 +57,7 @@ def rows(generation: int, faults: bool) -> list[dict]:
 
 def run(trainer: GRPOExtTrainer, generation: int, faults: bool) -> list:
     attempts = numbered(generation, Source.TRAINING, range(BATCH), 4)
-    made, _ = trainer.rollouts(rows(generation, faults), attempts)
+    made, _ = trainer.collector.rollouts(rows(generation, faults), attempts)
     return [row["trajectory"] for row in made]
 
 

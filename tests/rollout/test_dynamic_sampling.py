@@ -146,14 +146,16 @@ def test_after_the_last_round_the_batch_is_trained_as_it_is(model_path, tmp_path
     assert log["dynamic_sampling/kept_groups"] == 0
     assert log["dynamic_sampling/waste"] == pytest.approx(2 / 3)
     assert not trainer.outputs[0]["advantages"].any()
-    assert trainer._sampler.prompts.drawn == 4
+    assert trainer.collector.dynamic.prompts.drawn == 4
 
 
 def test_fresh_prompts_come_in_the_datasets_order_where_the_recipe_does_not_shuffle(model_path, tmp_path):
     settings = {"dynamic_sampling": "never", "dynamic_sampling_max_rounds": 2, "max_steps": 1}
     trainer = build(model_path, tmp_path, [never], rows=64, shuffle_dataset=False, **settings)
-    asked, rollouts = [], trainer.rollouts
-    trainer.rollouts = lambda rows, *more: asked.append([row["prompt"] for row in rows[::4]]) or rollouts(rows, *more)
+    asked, rollouts = [], trainer.collector.rollouts
+    trainer.collector.rollouts = lambda rows, *more: (
+        asked.append([row["prompt"] for row in rows[::4]]) or rollouts(rows, *more)
+    )
     trainer.train()
     prompts = list(trainer.train_dataset["prompt"])
     assert asked == [prompts[:2], prompts[:2], prompts[2:4]]  # the batch, then two rounds from the first row on
@@ -175,7 +177,7 @@ def test_evaluation_scores_the_rows_it_was_given(model_path, tmp_path):
     trainer = record(model_path, tmp_path, [never], dynamic_sampling="never")
     trainer.eval_dataset = tiny.prompts(8)
     trainer.evaluate()
-    assert trainer._sampler.prompts.drawn == 0
+    assert trainer.collector.dynamic.prompts.drawn == 0
 
 
 def test_a_resumed_run_goes_on_where_the_fresh_prompts_were(model_path, tmp_path):
@@ -185,7 +187,7 @@ def test_a_resumed_run_goes_on_where_the_fresh_prompts_were(model_path, tmp_path
     assert torch.load(tmp_path / "checkpoint-1" / "run_state_0.pt", weights_only=True)["drawn"] == 2
     resumed = record(model_path, tmp_path, [never], **settings, save_steps=1)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert resumed._sampler.prompts.drawn == trainer._sampler.prompts.drawn == 4
+    assert resumed.collector.dynamic.prompts.drawn == trainer.collector.dynamic.prompts.drawn == 4
 
 
 # What cannot work.

@@ -25,15 +25,13 @@ class Dealing(GRPOExtTrainer):
     """Keeps of each generation, in `dealt`, its mode and for each row prompt, seed and sampled ids."""
 
     def _generate(self, prompts):
-        fresh = self._collecting is None or self._collecting.generated is None  # not settled before
         generated = super()._generate(prompts)
-        if fresh:
-            mode = "train" if self.model.training else "eval"
-            rows = [
-                (prompt[0]["content"], int(made.opening[0]["content"]), [turn.sampled for turn in made.turns])
-                for prompt, made in zip(prompts, generated[5]["trajectory"], strict=True)
-            ]
-            self.dealt = [*getattr(self, "dealt", []), (mode, rows)]
+        mode = "train" if self.model.training else "eval"
+        rows = [
+            (prompt[0]["content"], int(made.opening[0]["content"]), [turn.sampled for turn in made.turns])
+            for prompt, made in zip(prompts, generated[5]["trajectory"], strict=True)
+        ]
+        self.dealt = [*getattr(self, "dealt", []), (mode, rows)]
         return generated
 
     def games(self, mode):

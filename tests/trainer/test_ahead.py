@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.errors import ConfigError, RewardError, RunInterrupted, SamplerLost
 from grpo_ext.trainer import in_flight
-from grpo_ext.trainer.generating import GeneratingTrainer
 from support import tiny, trainers
 from support.interrupted import without_clocks
 from support.processes import CONFIG, run_forked
@@ -33,11 +32,9 @@ PLAY = [{"prompt": [{"role": "user", "content": f"play {i}"}]} for i in range(8)
 class InSequence(GRPOExtTrainer):
     """Samples each generation when it begins to train, by weights that it has kept since `ahead` windows."""
 
-    _begun = GeneratingTrainer._begun
-
     def __init__(self, *args, ahead, **kwargs):
         super().__init__(*args, **kwargs)
-        self.ahead, self._older = ahead, True
+        self.ahead, self._older, self.collector._published = ahead, True, self._publish
 
     def _publish(self, sampler):
         window = self._step // self._uses
@@ -75,8 +72,16 @@ def trainer_of(folder, ahead, *, in_sequence=False, sampler=Copies, plays=False,
         **more,
     )
     if sampler is not None:
-        trainer._beside = sampler(lambda: trainer.accelerator.unwrap_model(trainer.model), trainer.eos_token_ids)
+        sample_by(trainer, sampler(lambda: trainer.accelerator.unwrap_model(trainer.model), trainer.eos_token_ids))
     return trainer
+
+
+def sample_by(trainer, sampler):
+    """Let a trainer sample by another one beside it."""
+    trainer.collector.beside = sampler
+    if trainer.collector.ahead is not None:
+        trainer.collector.ahead.sampler = sampler
+    return sampler
 
 
 class Until(TrainerCallback):
@@ -140,14 +145,14 @@ def test_the_bits_are_those_of_sampling_in_sequence_by_older_weights(case, ahead
     trainer = trained(tmp_path / "ahead", ahead, **CASES[case])
     assert_same(trainer, trained(tmp_path / "sequence", ahead, in_sequence=True, **CASES[case]))
     if case == "dynamic sampling":
-        assert len(trainer._beside.asked) > 2 * trainer.state.max_steps, "hardly a group was replaced"
+        assert len(trainer.collector.beside.asked) > 2 * trainer.state.max_steps, "hardly a group was replaced"
 
 
 def test_older_weights_sample_and_are_forgotten(tmp_path):
     fresh, older = (trained(tmp_path, ahead, in_sequence=True) for ahead in (0, 2))
     assert not torch.equal(trainers.weights(fresh.model), trainers.weights(older.model))
     trainer = trained(tmp_path, 2)
-    sampler = trainer._beside
+    sampler = trainer.collector.beside
     assert sampler.asked == [(version, 8) for version in (0, 0, 0, 1, 2, 3, 4)]
     assert sampler.published == [0, 1, 2, 3, 4]
     assert sampler.forgotten[:4] == [0, 1, 2, 3]
@@ -171,12 +176,12 @@ def test_a_generation_is_sampled_while_an_earlier_one_trains(tmp_path):
         def training_step(self, *args, **kwargs):
             begun.set()
             loss = super().training_step(*args, **kwargs)
-            steps.append(sorted(self._ahead.asked))
+            steps.append([*self.collector.ahead.asked])
             return loss
 
     args = GRPOExtConfig(output_dir=str(tmp_path), **SETTINGS, rollout_ahead=1)
     trainer = Noting(tiny.model(), tiny.count_a, args, tiny.prompts(12), processing_class=tiny.tokenizer())
-    trainer._beside = Waiting(lambda: trainer.model, trainer.eos_token_ids)
+    sample_by(trainer, Waiting(lambda: trainer.model, trainer.eos_token_ids))
     trainer.train()
     assert steps[::2] == [[1], [2], [3], [4], [5], [6], []]
 
@@ -201,7 +206,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through_and_samples_nothing
         assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
         begun = -(-step * through.args.gradient_accumulation_steps // through._uses)
         if case not in ("environments", "dynamic sampling"):  # which ask for more than one batch a window
-            assert len(resumed._beside.asked) == max(0, windows - begun - 2)
+            assert len(resumed.collector.beside.asked) == max(0, windows - begun - 2)
 
 
 def test_a_resumed_run_that_is_stopped_at_once_can_be_resumed(tmp_path):
@@ -281,7 +286,7 @@ def test_a_signal_does_not_wait_for_windows_in_flight_and_costs_no_bit(hanging, 
     ended.set()
     resumed = trained(tmp_path / "told", 2, resume=True, **settings)
     assert_same(trained(tmp_path / "through", 2, **settings), resumed)
-    assert resumed._beside.asked == [*again, (3, 8), (4, 8)]
+    assert resumed.collector.beside.asked == [*again, (3, 8), (4, 8)]
 
 
 class LostForReplacements(Copies):
@@ -328,7 +333,7 @@ def test_scores_that_a_checkpoint_cannot_hold_are_made_again_but_no_completion_i
     calls.clear()
     resumed = trained(tmp_path, 2, resume=str(tmp_path / "checkpoint-3"), **saving)
     assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
-    assert resumed._beside.asked == [(version, 8) for version in (3, 4)]
+    assert resumed.collector.beside.asked == [(version, 8) for version in (3, 4)]
     assert len(calls) == scorings
 
 
@@ -347,7 +352,7 @@ def test_a_resumed_run_asks_a_reward_again_that_had_failed_for_windows_in_flight
     resumed = trained(tmp_path, 2, resume=True, **saving)
     through = trained(tmp_path / "through", 2, **saving)
     assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
-    assert len(resumed._beside.asked) == 1
+    assert len(resumed.collector.beside.asked) == 1
 
 
 def test_an_error_ends_a_reward_that_is_scored_in_flight(tmp_path, caplog):
@@ -392,7 +397,7 @@ def test_rows_that_the_dataloader_changes_are_refused(tmp_path):
 
     args = GRPOExtConfig(output_dir=str(tmp_path), **SETTINGS, rollout_ahead=1)
     trainer = Changed(tiny.model(), tiny.count_a, args, tiny.prompts(12), processing_class=tiny.tokenizer())
-    trainer._beside = Copies(lambda: trainer.model, trainer.eos_token_ids)
+    sample_by(trainer, Copies(lambda: trainer.model, trainer.eos_token_ids))
     with pytest.raises(ConfigError, match="the dataloader's rows are not those"):
         trainer.train()
 
@@ -451,7 +456,7 @@ def test_a_second_call_of_train_does_not_begin_with_what_a_checkpoint_had(tmp_pa
     # ends with the generation in whose middle it resumes, so that none begins
     trainer.train(resume_from_checkpoint=str(tmp_path / "saved" / "checkpoint-3"))
     trainer.remove_callback(stop)
-    sampler = trainer._beside = Copies(lambda: trainer.model, trainer.eos_token_ids)
+    sampler = sample_by(trainer, Copies(lambda: trainer.model, trainer.eos_token_ids))
     trainer.train()
     assert sampler.asked[:3] == [(0, 8), (0, 8), (1, 8)]
 

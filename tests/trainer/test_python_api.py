@@ -66,7 +66,7 @@ def half(completions, **_):
 def test_weights_of_the_config_reach_what_is_named(tmp_path):
     one = trainer(tmp_path, ["test_python_api:half", digits], reward_weights=[3.0, 0.25])
     assert one.reward_weights.tolist() == [3.0, 0.25]
-    [component] = [f for f in one._rewards.rewards if isinstance(f, Component)]
+    [component] = [f for f in one.collector.rewards.rewards if isinstance(f, Component)]
     assert component.weight(0, 1) == 3.0
 
 

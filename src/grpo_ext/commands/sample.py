@@ -80,7 +80,7 @@ def sample(trainer: GRPOExtTrainer, num: int, prompts: int) -> Iterator[list[Row
         numbers = range(first * num, (first + len(batch)) * num)
         attempts, first = numbered(trainer.args.seed, Source.EVALUATION, numbers, num), first + len(batch)
         examples = [dict(row) for row in batch for _ in range(num)]
-        collected = trainer.collect(examples, attempts)
+        collected = trainer.collector.collect(examples, attempts)
         assert collected.generated is not None
         assert collected.rewards is not None
         completions, rewards = collected.generated.completions, collected.rewards.double().cpu()

@@ -111,7 +111,7 @@ def _sample(
     numbers = range(places[0] * chosen.samples, (places[0] + size) * chosen.samples)
     attempts = numbered(chosen.seed, Source.EVALUATION, numbers, chosen.samples)
     with seeded(trainer, chunk, attempts):
-        collected = trainer.rollouts(given, attempts)
+        collected = trainer.collector.rollouts(given, attempts)
     assert collected.generated is not None
     _, ids, tool_mask, completions, *_ = collected.generated
     ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,8 +11,6 @@ from transformers import GenerationConfig
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.eval_sets import EvalSet
-from grpo_ext.data.rows import Row
-from grpo_ext.rollout.collected import Collected
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Purpose, derived
 
@@ -34,15 +32,10 @@ class HasEngine(Protocol):
     generation_kwargs: Any
     eos_token_ids: Any
     opened: str
+    collector: Any
     _tokenizer: Any
     _metrics: Any
     _record: Any
-
-    def rollouts(self, rows: list[Row], attempts: list[AttemptId]) -> Collected:
-        """Return one generation."""
-
-    def background_paused(self) -> AbstractContextManager[None]:
-        """Return a context in which what samples beside the training is free for an evaluation."""
 
 
 @contextmanager
@@ -54,7 +47,7 @@ def evaluating(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
     trainer.num_generations_eval = chosen.samples
     try:
         settings = _vllm(trainer, chosen) if trainer.use_vllm else _transformers(trainer, chosen)
-        with random_streams_kept(), trainer.background_paused(), settings:
+        with random_streams_kept(), trainer.collector.paused(), settings:
             yield
     finally:
         model.train(training)

@@ -1,19 +1,17 @@
-"""AheadTrainer: generations are sampled and scored while earlier ones train (`rollout_ahead`).
+"""Generations are sampled and scored while earlier ones train (`rollout_ahead`).
 
 `rollout.schedule` decides which weights sample which generation, and when; it calls a generation a window. Here its
 orders are carried out: the rows of later windows are drawn as the dataloader will draw them, weights are published,
-requests go to the background, and a window that begins to train is taken from there. TRL's hooks then return what the
-background has made of it.
+requests go to the background, and a window that begins to train is taken from there.
 """
 
 import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -21,12 +19,11 @@ from accelerate.utils import gather_object
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, Problem, SamplerLost
-from grpo_ext.rollout.collected import Collected, Finished
+from grpo_ext.rollout.collected import Finished
 from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.schedule import Orders, Schedule
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer import in_flight
-from grpo_ext.trainer.generating import GeneratingTrainer
 from grpo_ext.trainer.in_flight import InFlight
 from grpo_ext.trainer.leaves import LeavesInBackground, Request, Submitted, done, leaves_of, request_of
 from grpo_ext.waiting import POLL_SECONDS, SIGNALLED, leaving
@@ -35,8 +32,8 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass
-class Ahead:
-    """Generations that a run samples ahead.
+class Running:
+    """Windows of a run that samples ahead.
 
     Attributes:
         schedule: who samples what, and when.
@@ -44,6 +41,7 @@ class Ahead:
         background: completes and scores.
         asked: windows that were submitted and not yet taken, each with its request, unless a checkpoint had it, and
             with what is made of it.
+        window: the window that begins to train, until all its completions are known.
     """
 
     schedule: Schedule
@@ -51,77 +49,157 @@ class Ahead:
     background: LeavesInBackground
     asked: dict[int, tuple[Request | None, Submitted]] = field(default_factory=dict)
     window: int | None = None
-    """The window that begins to train, until all its completions are known."""
 
 
-class AheadTrainer(GeneratingTrainer):
-    """`trl.GRPOTrainer` that trains on generations of older weights, each of exactly the same age."""
+class RolloutsAhead:
+    """The windows of a trainer that are sampled ahead, each by weights of exactly the same age.
 
-    _ahead: Ahead | None = None
-    _in_flight = InFlight()
-    """Generations of the checkpoint that the run continues from, until its first generation."""
-    _made: tuple[Sequence[AttemptId], Finished] | None = None
-    """Attempts that the background has completed, of the window that begins to train."""
+    Args:
+        trainer: the trainer.
+        sampler: runs beside it.
 
-    def _begun(self, rows: Rows, mode: str) -> Collected:
-        if not self._older or mode != "train":
-            return super()._begun(rows, mode)
-        assert self._beside is not None
-        window = self._step // self._uses
-        if self._ahead is None:
-            self._ahead = self._started(self._beside, window, len(rows))
-        ahead, count = self._ahead, len(rows)
-        ahead.window = window
-        self._obey(ahead, self._beside, ahead.schedule.before(window), count)
-        self._age = window - ahead.schedule.version(window)
-        self._made = self.attempts_of(window, count), self._take(ahead, window, rows)
-        collected = super()._begun(rows, mode)
-        self._made, ahead.window = None, None
-        del ahead.asked[window]  # till here a lost sampler may end the run before the window trains
-        self._obey(ahead, self._beside, ahead.schedule.after(window), count)
-        return collected
+    Attributes:
+        age: windows by which the weights that sampled the current window are older than the policy's.
+        kept: windows of the checkpoint that the run continues from, until its first window.
+    """
 
-    def _started(self, sampler: Sampler, first: int, count: int) -> Ahead:
+    def __init__(self, trainer: Any, sampler: Sampler) -> None:
+        self.trainer, self.sampler = trainer, sampler
+        self.age, self.kept = 0, InFlight()
+        self._running: Running | None = None
+        self._taken: tuple[Sequence[AttemptId], Finished] | None = None
+
+    @property
+    def asked(self) -> Sequence[int]:
+        """Windows that were submitted and not yet taken."""
+        return sorted(self._running.asked) if self._running is not None else ()
+
+    @contextmanager
+    def taking(self, rows: Rows) -> Iterator[None]:
+        """Take the window that begins to train for a `with` block, and submit the next one behind it.
+
+        Raises:
+            ConfigError: the dataloader has other rows.
+            SamplerLost: or ServerLost, the sampler is lost on this or another process, or a signal ends the run.
+        """
+        trainer, count = self.trainer, len(rows)
+        window = trainer._step // trainer._uses
+        running = self._running = self._running or self._started(window, count)
+        running.window = window
+        self._obey(running, running.schedule.before(window), count)
+        self.age = window - running.schedule.version(window)
+        self._taken = trainer.attempts_of(window, count), self._take(running, window, rows)
+        yield
+        self._taken, running.window = None, None
+        del running.asked[window]  # till here a lost sampler may end the run before the window trains
+        self._obey(running, running.schedule.after(window), count)
+
+    def finished(self, attempts: Sequence[AttemptId]) -> Finished | None:
+        """Return what the background has made of attempts; None where they are made now."""
+        return self._taken[1] if self._taken is not None and self._taken[0] == attempts else None
+
+    def version(self) -> int | None:
+        """Return the version that samples what is still missing of the window: groups that replace silent ones.
+
+        They are sampled, played and scored by this thread, when the background has ended all its work: rewards and
+        environments serve one thread. None outside of a window.
+        """
+        running = self._running
+        if running is None or running.window is None:
+            return None
+        running.background.wait()
+        version = running.schedule.version(running.window)
+        if version not in self.sampler.versions:  # a server's, after a resume
+            version = running.window
+            self.sampler.publish(version)
+        return version
+
+    def wait(self) -> None:
+        """Wait for all windows in flight: rewards and environments serve one thread, that of an evaluation now."""
+        if self._running is not None:
+            self._running.background.wait()
+
+    def close(self) -> None:
+        """End what samples, scores and plays ahead, and first what that waits for."""
+        if self._running is None:
+            return
+        self._running.background.stop()
+        if self.trainer.reward_runtime is not None:
+            self.trainer.reward_runtime.interrupt()
+        for processes in (self.trainer.acting, self.sampler):
+            if processes is not None:
+                processes.close()
+        self._running.background.close()
+        self._running = None
+
+    def in_flight(self, *, waits: bool, replaces: bool) -> InFlight:
+        """Return what is in flight, when each window has been finished, or has failed.
+
+        With it the weights of windows that are still to be sampled, or whose silent groups may be replaced.
+
+        Args:
+            waits: False where a run ends early, by a signal say: what is not there by now is sampled by these weights
+                when it resumes. A server has no older weights, so there it waits.
+            replaces: whether this process keeps the weights by which silent groups are replaced.
+        """
+        running = self._running
+        if running is None:
+            return self.kept
+        found, needed = list[tuple[int, Finished | None]](), set[int]()
+        if waits or samples_by_server(self.trainer.args):
+            running.background.wait()
+        for window, (_, submitted) in sorted(running.asked.items()):
+            version, made = running.schedule.version(window), submitted.made()
+            kept = None if made is None else in_flight.to_be_kept(made)
+            found.append((version, kept))
+            needed |= {version} if replaces or kept is None else set()
+        copies = {version: self.sampler.copy_of(version) for version in sorted(needed)}
+        weights = {version: copy for version, copy in copies.items() if copy is not None}
+        return InFlight(found, weights, min(running.asked, default=0))
+
+    def _started(self, first: int, count: int) -> Running:
         """Return the state of a run that begins or resumes with the window `first`, of `count` rows a process."""
-        kept, self._in_flight = self._in_flight, InFlight()
+        trainer = self.trainer
+        kept, self.kept = self.kept, InFlight()
         kept = kept if kept.first == first else InFlight()  # the run ended between two windows
         for version, weights in kept.weights.items():
-            sampler.publish(version, weights)
+            self.sampler.publish(version, weights)
         # a server has no older weights: what it had not finished, on any process, is sampled by those of now
         known = list(takewhile(lambda its: its[1] is not None or its[0] in kept.weights, kept.windows))
-        if self.accelerator.num_processes > 1:  # pushes are collective, so all processes need the same orders
+        if trainer.accelerator.num_processes > 1:  # pushes are collective, so all processes need the same orders
             known = known[: min(gather_object([len(known)]))]
         versions = {first + i: version for i, (version, _) in enumerate(known)}
-        windows = math.ceil(self.state.max_steps * self.args.gradient_accumulation_steps / self._uses)
-        schedule = Schedule(self.args.rollout_ahead, windows, first, versions, list(kept.weights))
-        with temporarily(self, _train_sampler=self._train_sampler):
-            drawn = upcoming(self._get_train_sampler(), count * self.accelerator.num_processes)
-        ahead = Ahead(schedule, islice(drawn, first, None), LeavesInBackground(leaves_of(self, sampler)))
+        windows = math.ceil(trainer.state.max_steps * trainer.args.gradient_accumulation_steps / trainer._uses)
+        schedule = Schedule(trainer.args.rollout_ahead, windows, first, versions, list(kept.weights))
+        with temporarily(trainer, _train_sampler=trainer._train_sampler):
+            drawn = upcoming(trainer._get_train_sampler(), count * trainer.accelerator.num_processes)
+        background = LeavesInBackground(leaves_of(trainer, self.sampler))
+        running = Running(schedule, islice(drawn, first, None), background)
         for window, (version, finished) in zip(versions, known, strict=True):
             if finished is None or not finished.scored:
                 # v_s was published, and this window asked for, when window s had been taken
-                step = min(version * self._uses // self.args.gradient_accumulation_steps, self.state.global_step)
-                self._submit(ahead, window, version, count, finished, step)
+                asked = version * trainer._uses // trainer.args.gradient_accumulation_steps
+                self._submit(running, window, version, count, finished, min(asked, trainer.state.global_step))
             else:
-                next(ahead.drawn)
-                ahead.asked[window] = None, Submitted(done(finished), done(finished))
-        return ahead
+                next(running.drawn)
+                running.asked[window] = None, Submitted(done(finished), done(finished))
+        return running
 
-    def _obey(self, ahead: Ahead, sampler: Sampler, orders: Orders, count: int) -> None:
+    def _obey(self, running: Running, orders: Orders, count: int) -> None:
         for version in orders.forget:
-            sampler.forget(version)
+            self.sampler.forget(version)
         if orders.publish is None:
             return
-        with self._times.during("weight_push"):
-            if samples_by_server(self.args):  # it replaces the weights of windows that are not yet sampled
-                ahead.background.wait_for_samples()
-            sampler.publish(orders.publish)
+        with self.trainer._times.during("weight_push"):
+            if samples_by_server(self.trainer.args):  # it replaces the weights of windows that are not yet sampled
+                running.background.wait_for_samples()
+            self.sampler.publish(orders.publish)
         for window in orders.submit:
-            self._submit(ahead, window, orders.publish, count)
+            self._submit(running, window, orders.publish, count)
 
     def _submit(
         self,
-        ahead: Ahead,
+        running: Running,
         window: int,
         version: int,
         count: int,
@@ -131,118 +209,36 @@ class AheadTrainer(GeneratingTrainer):
         """Ask for a window; only for its scores where its completions are there.
 
         Args:
-            ahead: the state.
+            running: the state.
             window: number of the window.
             version: number of the weights that sample it.
             count: rows of this process.
             finished: completions, if they are there.
             step: optimizer step after which it was asked for, if not now.
         """
-        first = self.accelerator.process_index * count
-        dataset: Any = self.train_dataset
-        rows = [dataset[i] for i in next(ahead.drawn)[first : first + count]]
-        request = request_of(self, rows, self.attempts_of(window, count), version, step)
-        ahead.asked[window] = request, ahead.background.submit(request, finished)
+        trainer = self.trainer
+        first = trainer.accelerator.process_index * count
+        rows = [trainer.train_dataset[i] for i in next(running.drawn)[first : first + count]]
+        request = request_of(trainer, rows, trainer.attempts_of(window, count), version, step)
+        running.asked[window] = request, running.background.submit(request, finished)
 
-    def _take(self, ahead: Ahead, window: int, rows: Rows) -> Finished:
-        """Wait for the completions of the window that begins to train.
-
-        Raises:
-            ConfigError: the dataloader has other rows.
-            SamplerLost: or ServerLost, the sampler is lost on this or another process, or a signal ends the run.
-        """
-        request, submitted = ahead.asked[window]
+    def _take(self, running: Running, window: int, rows: Rows) -> Finished:
+        """Wait for the completions of the window that begins to train."""
+        request, submitted = running.asked[window]
         if request is not None and [row["prompt"] for row in request.rows] != [row["prompt"] for row in rows]:
             reason = "the dataloader's rows are not those of the training set in the sampler's order"
             cure = "Remove it, or what changes rows or their order on the way."
-            raise ConfigError([Problem("rollout_ahead", self.args.rollout_ahead, reason, cure)])
-        began, metrics = time.monotonic(), self._metrics["train"]
-        with self._times.during("rollout"), failing_together():
+            raise ConfigError([Problem("rollout_ahead", self.trainer.args.rollout_ahead, reason, cure)])
+        began, metrics = time.monotonic(), self.trainer._metrics["train"]
+        with self.trainer._times.during("rollout"), failing_together():
             while not wait([submitted.finished], POLL_SECONDS).done:
                 if leaving.is_set():
                     raise SamplerLost(f"generation {window}, sampled ahead: {SIGNALLED}")
             finished = submitted.finished.result()
         metrics["overlap/waited"].append(time.monotonic() - began)
         metrics["overlap/rollout_seconds"].append(finished.seconds)
-        metrics["overlap/age"].append(float(self._age))
+        metrics["overlap/age"].append(float(self.age))
         return finished
-
-    def _finished(self, attempts: Sequence[AttemptId]) -> Finished | None:
-        return self._made[1] if self._made is not None and self._made[0] == attempts else None
-
-    def _publish(self, sampler: Sampler) -> int:
-        """Return the version that samples what is still missing of a window: groups that replace silent ones.
-
-        They are sampled, played and scored by this thread, when the background has ended all its work: rewards and
-        environments serve one thread.
-        """
-        if self._ahead is None or self._ahead.window is None:
-            return super()._publish(sampler)
-        self._ahead.background.wait()
-        version = self._ahead.schedule.version(self._ahead.window)
-        if version not in sampler.versions:  # a server's, after a resume
-            version = self._ahead.window
-            sampler.publish(version)
-        return version
-
-    def background_paused(self) -> AbstractContextManager[None]:
-        """Wait for all windows in flight: rewards and environments serve one thread, that of an evaluation now."""
-        if self._ahead is not None:
-            self._ahead.background.wait()
-        return super().background_paused()
-
-    def close_rewards(self) -> None:
-        """End what samples, scores and plays ahead, and first what that waits for."""
-        if self._ahead is not None:
-            self._ahead.background.stop()
-            if self.reward_runtime is not None:
-                self.reward_runtime.interrupt()
-            for processes in (self.acting, self._beside):
-                if processes is not None:
-                    processes.close()
-            self._ahead.background.close()
-            self._ahead = None
-        super().close_rewards()
-
-    # Checkpoints.
-
-    def _save_own(self, folder: Path) -> None:
-        super()._save_own(folder)
-        if self._older:
-            in_flight.write(folder, self.accelerator.process_index, self._waited_for())
-
-    def _waited_for(self) -> InFlight:
-        """Return what is in flight, when each window has been finished, or has failed.
-
-        With it the weights of windows that are still to be sampled, or whose silent groups may be replaced. A run that
-        ends early, by a signal say, does not wait: what is not there by now is sampled by these weights when it
-        resumes. A server has no older weights, so there it waits.
-        """
-        if self._ahead is None or self._beside is None:
-            return self._in_flight
-        found, needed = list[tuple[int, Finished | None]](), set[int]()
-        replaces = self._sampler is not None and self.args.should_save
-        if not self._leaving or samples_by_server(self.args):
-            self._ahead.background.wait()
-        for window, (_, submitted) in sorted(self._ahead.asked.items()):
-            version, made = self._ahead.schedule.version(window), submitted.made()
-            kept = None if made is None else in_flight.to_be_kept(made)
-            found.append((version, kept))
-            needed |= {version} if replaces or kept is None else set()
-        copies = {version: self._beside.copy_of(version) for version in sorted(needed)}
-        weights = {version: copy for version, copy in copies.items() if copy is not None}
-        return InFlight(found, weights, min(self._ahead.asked, default=0))
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        self._in_flight = InFlight()  # an earlier call of `train` may have left it
-        return super()._init_training_state(*args, **kwargs)
-
-    def _restore(self, *, epoch_over: bool) -> None:
-        super()._restore(epoch_over=epoch_over)
-        if self._older and self._resumed is not None and self._resumed.state is not None:
-            rank, of_host = self.accelerator.process_index, self.accelerator.local_process_index
-            saver = rank - of_host if self.args.save_on_each_node else 0
-            self._in_flight = in_flight.read(self._resumed.checkpoint, rank, saver)
 
 
 def upcoming(sampler: Any, rows: int) -> Iterator[list[int]]:

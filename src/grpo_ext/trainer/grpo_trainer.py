@@ -5,7 +5,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -18,7 +19,7 @@ from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import precision
-from grpo_ext.config.truncation import adapter_problems
+from grpo_ext.config.truncation import adapter_problems, scores_kept_sets
 from grpo_ext.data.chat_template import template_opens
 from grpo_ext.data.given import Checked
 from grpo_ext.environments.composition import EnvironmentSpec
@@ -26,34 +27,43 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.lm_head import gather_trained_head
-from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
+from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask, regroup, silent
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body, takes_positions
 from grpo_ext.packing.own_forward import count_positions
 from grpo_ext.packing.pieces import Part, TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.packing.together import entered_alike, failing_alike
+from grpo_ext.rollout.collected import Collected, Generated
+from grpo_ext.rollout.seeing import Tokenized
+from grpo_ext.rollout.trajectories import completed, parents_of
+from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
+from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.acting import Acting
-from grpo_ext.trainer.ahead import AheadTrainer
 from grpo_ext.trainer.batches import (
     Generation,
     counted,
     counted_once,
     forward_only,
+    padded,
     stock_totals,
 )
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
+from grpo_ext.trainer.collecting import Collector
 from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
-from grpo_ext.trainer.diagnosis.recording import Watching, add_ess, log_rows, log_weights
+from grpo_ext.trainer.crediting import assign_credit, log_generation
+from grpo_ext.trainer.diagnosis.recording import DRAWN, Watching, add_ess, log_rows, log_weights
 from grpo_ext.trainer.evaluating import batch_weight
+from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
 from grpo_ext.trainer.model_checks import check_pieces
 from grpo_ext.trainer.piecewise import SHARDED, Terms, more_to_come, together
 from grpo_ext.trainer.reference import InitialWeights, compare, evaluating, made_up, moved, scored
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
+from grpo_ext.trainer.sampling import correct_sampler
 from grpo_ext.trainer.seeing import check_processor, check_prompts
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
@@ -71,7 +81,7 @@ from grpo_ext.trainer.setup import (
 logger = logging.getLogger(__name__)
 
 
-class GRPOExtTrainer(AheadTrainer):
+class GRPOExtTrainer(Lifecycle):
     """`trl.GRPOTrainer` whose `loss_type` names a row of `grpo_ext.objective.losses`; takes the same arguments.
 
     Raises:
@@ -182,15 +192,16 @@ class GRPOExtTrainer(AheadTrainer):
         if ready.environments:
             # a copy: the background may play while TRL tokenizes
             self.acting = Acting(ready.environments, copy.deepcopy(self._tokenizer), reward_memory_gib)
-        self._set_up_rollouts()
-        self._set_up_forward()
-        self._add_callbacks()
-        self._rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
-        self.reward_runtime = self._rewards.runtime
+        rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
+        self.reward_runtime = rewards.runtime
         self.opened = template_opens(self._tokenizer, as_mapping(self.chat_template_kwargs))
         if self.reward_runtime is not None:
             self.reward_runtime.opened = self.opened
-        self.reward_funcs = self._rewards.for_trl(self._take_scores, self._ready_scores)
+        self.collector = Collector(self, rewards, self.acting)
+        self.reward_funcs = rewards.for_trl(self.collector.take_scores, self.collector.ready_scores)
+        self._set_up_sampler()
+        self._set_up_forward()
+        self._add_callbacks()
         self._group_means = GroupMeans(self.objective.remembered_batches)
         self._credit = Credit(self.objective, self._group_means, self.accelerator)
         self._advantage_monitor = AdvantageMonitor(self.reward_func_names, warns=self.accelerator.is_main_process)
@@ -204,6 +215,18 @@ class GRPOExtTrainer(AheadTrainer):
         self.beta = self.args.beta
         if isinstance(self.model, PeftModel):
             self._initial = InitialWeights(self.model)
+
+    def _set_up_sampler(self) -> None:
+        """Guard a rollout function, and what corrects the loss for another sampler than the policy."""
+        args, ends = self.args, {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        if self.acting is not None:
+            self.rollout_func = self.collector.play
+        if self.rollout_func is not None:
+            self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
+        self._older = args.rollout_ahead > 0
+        self.vllm_importance_sampling_correction = bool(args.sampler_rules)
+        drift = self.use_vllm and args.rollout_drift != 0
+        self._drift = DriftCheck(args, self.vllm_generation) if drift else None
 
     @property
     def _unwrapped(self) -> Any:
@@ -249,7 +272,7 @@ class GRPOExtTrainer(AheadTrainer):
             self._times.sampled = progress.sampled
         if self.acting is not None:
             self._times.parts += ("environments",)
-        if self.use_vllm or self._beside is not None:
+        if self.use_vllm or self.collector.beside is not None:
             self._times.parts += ("weight_push",)
         if self.use_vllm:
             self.vllm_generation.pushing = partial(self._times.during, "weight_push")
@@ -264,6 +287,122 @@ class GRPOExtTrainer(AheadTrainer):
         self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {paper}")
         self.accelerator.print(self.sharing.describe())
         self.accelerator.print(precision(self.args, str(self.model.dtype).removeprefix("torch.")))
+
+    # A generation.
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a generation of this process's rows: sampled or played, rewarded, scored, credited."""
+        mode = "train" if self.model.training else "eval"
+        if self._first_logps is None:
+            self.check_reference()
+        collected = self.collector.generation(inputs)
+        batch = self._padded(collected)
+        policy = self._policy_logps(batch) if self._sampler_corrected else None
+        if self.beta:
+            batch["ref_per_token_logps"] = self._reference_logps(batch)
+        if self._evaluated is not None and collected.rewards is not None:
+            rank, mask = self.accelerator.process_index, batch["completion_mask"]
+            batch["completion_mask"] = self._evaluated.mask_fillers(mask, collected.rewards, rank)
+        self._compare_sampler(batch, policy, mode)
+        advantages = assign_credit(self, collected, batch, policy, mode)
+        if policy is not None:  # behind the advantages, whose baselines are of all completions, also of rejected ones
+            batch |= self._correction(batch, policy, mode)
+        log_generation(self, collected, advantages)
+        return batch
+
+    def _padded(self, collected: Collected) -> dict[str, Any]:
+        """Return the columns of a generation, and the number of trained tokens of all processes."""
+        assert collected.generated is not None
+        device, pad = self.accelerator.device, self._tokenizer.pad_token_id
+        ends = {*self.eos_token_ids, pad} if self.mask_truncated_completions else None
+        batch: dict[str, Any] = padded(collected.generated, pad, cast(Any, self.pad_to_multiple_of), device, ends)
+        batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
+        made = collected.trajectories
+        if made and (parents := parents_of(made, batch["completion_ids"].shape[1])) is not None:
+            batch[PARENTS] = parents.to(device)
+        return batch | collected.lists
+
+    def _compare_sampler(self, batch: dict[str, Any], policy: Tensor | None, mode: str) -> None:
+        """Name the sampler's log-probabilities after what they may be compared with, and check its drift."""
+        if "sampling_per_token_logps" not in batch:
+            return
+        if mode == "eval" and scores_kept_sets(self.args):  # over the tokens that were kept, not the vocabulary
+            del batch["sampling_per_token_logps"]
+            return
+        elsewhere = self.use_vllm or (self.rollout_func is not None and self.acting is None)
+        if not elsewhere and not (self._older and mode == "train"):
+            batch[DRAWN] = batch.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
+        elif (
+            self._drift is not None
+            and mode == "train"
+            and (self.collector.ahead is None or self.collector.ahead.age == 0)
+        ):
+            self._drift.due = True
+            if policy is not None:
+                self._check_drift(policy, batch)
+
+    def _correction(self, batch: Mapping[str, Any], policy: Tensor, mode: str) -> dict[str, Tensor]:
+        """Return the weights of tokens that something else than the policy sampled."""
+        if "sampling_per_token_logps" not in batch:  # in evaluations by vLLM
+            return {"importance_sampling_ratio": torch.ones_like(policy)}
+        return correct_sampler(self.args.sampler_rules, policy, batch, self._metrics[mode], self.accelerator)
+
+    def _policy_logps(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the policy's log-probabilities of a generation."""
+        return self._logps(self.model, batch)
+
+    def _reference_logps(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the reference's log-probabilities of a generation."""
+        with nullcontext() if self._initial is None else self._initial.replacing(self._unwrapped):
+            return self._logps(self.ref_model or self.model, batch)
+
+    def _logps(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        score, training = self._get_per_token_logps_and_entropies, self.model.training
+        rows = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
+        with forward_only(self.model, self.args):
+            return self._scorer.micro_batch(score, model, cast(MicroBatch, batch), entropy=False, batch_size=rows)[0]
+
+    @property
+    def _sampler_corrected(self) -> bool:
+        """Whether the loss is corrected for what sampled the completions."""
+        elsewhere = self.use_vllm or (self._older and self.model.training)
+        return bool(elsewhere and self.vllm_importance_sampling_correction)
+
+    def _check_drift(self, logps: Tensor, inputs: Mapping[str, Any]) -> None:
+        """Compare the sampler with the policy and log the figures."""
+        assert self._drift is not None
+        for name, value in self._drift.check(logps, inputs, self.accelerator).items():
+            self._metrics["train"][name].append(value)
+
+    def _tokenize_prompts(self, prompts: list) -> Tokenized:
+        return self.collector.tokenized(super()._tokenize_prompts, prompts)
+
+    def _generate(self, prompts: list) -> Generated:
+        return self.collector.generated(super()._generate, prompts)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+        return self.collector.turn(super()._generate_single_turn, *args, **kwargs)
+
+    def _calculate_rewards(self, *args: Any) -> Tensor:
+        return self.collector.rewarded(super()._calculate_rewards, *args)
+
+    def close_rewards(self) -> None:
+        """End the processes beside this one, after the last use of a trainer that was not trained."""
+        self.collector.close()
+
+    def _save_own(self, folder: Path) -> None:
+        super()._save_own(folder)
+        if self.collector.ahead is not None:
+            replaces = self.collector.dynamic is not None and self.args.should_save
+            made = self.collector.ahead.in_flight(waits=not self._leaving, replaces=replaces)
+            in_flight.write(folder, self.accelerator.process_index, made)
+
+    def _restore(self, *, epoch_over: bool) -> None:
+        super()._restore(epoch_over=epoch_over)
+        if self.collector.ahead is not None and self._resumed is not None and self._resumed.state is not None:
+            rank, of_host = self.accelerator.process_index, self.accelerator.local_process_index
+            saver = rank - of_host if self.args.save_on_each_node else 0
+            self.collector.ahead.kept = in_flight.read(self._resumed.checkpoint, rank, saver)
 
     # The loss.
 

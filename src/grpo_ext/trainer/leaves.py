@@ -187,7 +187,7 @@ def leaves_of(trainer: Any, sampler: Sampler) -> Leaves:
         play = Play(trainer.acting, limits, waits, trainer.chat_template_kwargs)
     return Leaves(
         sampler,
-        trainer._rewards.scorers,
+        trainer.collector.rewards.scorers,
         trainer.processing_class,
         limit=args.max_completion_length,
         ends={*trainer.eos_token_ids, trainer._tokenizer.pad_token_id},

@@ -6,7 +6,7 @@ Only the hooks are here. What they do is in `checkpoints`, `nonfinite`, `finding
 import math
 import time
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,7 @@ class Lifecycle(SavingTrainer):
             self._group_means.load([])
             self._figures.clear()
             self._metrics["train"].clear()
-            if self._sampler is not None:
-                self._sampler.prompts.drawn = 0
+            self.collector.reset()
             self._epoch_began, self._stopped_at, self._leaving = (0, 0), None, False
             self._record = self._identity()
             checkpoint = start(self.args, resume_from_checkpoint, self._record)
@@ -100,16 +99,13 @@ class Lifecycle(SavingTrainer):
                 raise interrupted(signals.requested, self.state, of_recipe=self.recipe_record is not None) from error
             raise
         finally:
-            self.close_rewards()
+            self.collector.close()
             leaving.clear()
         if self._guard.requested:
             raise interrupted(self._guard.requested, self.state, of_recipe=self.recipe_record is not None)
         self._guard.report()
         check_trained(self.args, self.train_dataset, self.state.global_step)
         return output
-
-    def close_rewards(self) -> None:
-        """End the processes that rewards and environments have started."""
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object) -> Tensor:
         """Return TRL's loss, and flag a micro-batch with NaN or inf."""
@@ -157,10 +153,6 @@ class Lifecycle(SavingTrainer):
 
     # Evaluation.
 
-    def background_paused(self) -> AbstractContextManager[None]:
-        """Return a context in which what samples beside the training is free for an evaluation."""
-        return nullcontext()
-
     def evaluate(
         self,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
@@ -196,7 +188,7 @@ class Lifecycle(SavingTrainer):
         self._figures.clear()  # a step that failed may have left some
         evaluated = self._evaluated = Evaluated(rows)
         try:
-            with random_streams_kept(), self.background_paused():
+            with random_streams_kept(), self.collector.paused():
                 output = super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self._evaluated = None

@@ -37,7 +37,7 @@ class SavingTrainer(GRPOTrainer):
     _generation: Any
     _group_means: Any
     _metrics: Any
-    _sampler: Any
+    collector: Any
     num_iterations: Any
     recipe_record: Mapping[str, Any] | None = None
     _record: Mapping[str, Any] | None = None

@@ -357,7 +357,7 @@ def dynamic(model: str, output: str) -> None:
     names = [name for name in trainer.state.log_history[0] if name.startswith("dynamic_sampling")]
     saved = {
         "rows": rows,
-        "drawn": trainer._sampler.prompts.drawn,
+        "drawn": trainer.collector.dynamic.prompts.drawn,
         "metrics": [[entry[name] for name in names] for entry in trainer.state.log_history if names[0] in entry],
         "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
     }

@@ -47,7 +47,7 @@ class HasState(Protocol):
     _group_means: Any
     _logs: dict[str, Any]
     _metrics: dict[str, Any]
-    _sampler: Any
+    collector: Any
     _step: int
     _total_loss_scalar: float
     _tr_loss: Tensor
@@ -134,8 +134,8 @@ def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[lis
     trainer._total_loss_scalar = state["_total_loss_scalar"]
     trainer._globalstep_last_logged = state["_globalstep_last_logged"]
     trainer._group_means.load(state["group_means"])
-    if trainer._sampler is not None:
-        trainer._sampler.prompts.drawn = state["drawn"]
+    if trainer.collector.dynamic is not None:
+        trainer.collector.dynamic.prompts.drawn = state["drawn"]
     trainer._advantage_monitor.load(state.get("silence", []), state.get("silence_warned", False))
     if trainer._drift is not None:
         trainer._drift.load(state["drift"])
@@ -169,7 +169,7 @@ def _state_of(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
         "_total_loss_scalar": trainer._total_loss_scalar,
         "_globalstep_last_logged": trainer._globalstep_last_logged,
         "group_means": trainer._group_means.to_list(),
-        "drawn": 0 if trainer._sampler is None else trainer._sampler.prompts.drawn,
+        "drawn": 0 if trainer.collector.dynamic is None else trainer.collector.dynamic.prompts.drawn,
         "silence": trainer._advantage_monitor.to_list(),
         "silence_warned": trainer._advantage_monitor.warned,
         "drift": [] if trainer._drift is None else trainer._drift.to_list(),
