@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.config.truncation import scores_kept_sets
+from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
 from grpo_ext.packing.obstacles import Forward, forward_obstacle, obstacles
 from grpo_ext.rollout.decoding import decode
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
@@ -72,6 +72,14 @@ class GroupedEngine:
 
         with temporarily(model, generate=generate):
             yield drawn
+
+
+def only_settings(model: Any, args: GRPOExtConfig) -> AbstractContextManager[None]:
+    """Let transformers draw by the trainer's settings only, as vLLM does, not by generation_config.json too."""
+    own = getattr(model, "generation_config", None)
+    if own is None or args.use_vllm or args.loss_defaults == "trl":
+        return nullcontext()
+    return temporarily(own, **{name: None for name in OF_THE_MODEL if getattr(own, name, None) is not None})
 
 
 def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine | None:

@@ -14,8 +14,6 @@ from peft import PeftModel
 from torch import Tensor
 
 from grpo_ext.config.process_engine import samples_by_server
-from grpo_ext.config.temporary import temporarily
-from grpo_ext.config.truncation import OF_THE_MODEL
 from grpo_ext.data.pictures import with_images
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.errors import ABSENT, ConfigError, Problem
@@ -30,7 +28,7 @@ from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.seeing import Tokenized, each_alone, images_in
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
-from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
+from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine, only_settings
 from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
 from grpo_ext.rollout.vllm.lazy_import import server_sampler
 from grpo_ext.trainer import tool_environments
@@ -189,7 +187,7 @@ class Collector:
             return [list(ids) for ids in ready.completion_ids], ready.logprobs
         if self.beside is not None and training and collected is not None:
             return self._sampled_beside(self.beside, collected, prompt_ids)
-        with self._only_settings(), self._drawing() as drawn:
+        with only_settings(self.trainer._unwrapped, self.trainer.args), self._drawing() as drawn:
             completion_ids, logprobs = stock(prompt_ids, *args, **kwargs)
         if drawn.logps and training:
             logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn.logps[-1], completion_ids, strict=True)]
@@ -221,14 +219,6 @@ class Collector:
                     sampler.forget(version)
                 sampler.publish(step)
         return step
-
-    def _only_settings(self) -> AbstractContextManager[None]:
-        """Let transformers draw by the trainer's settings only, as vLLM does, not by generation_config.json too."""
-        trainer = self.trainer
-        own = getattr(trainer._unwrapped, "generation_config", None)
-        if own is None or trainer.use_vllm or trainer.args.loss_defaults == "trl":
-            return nullcontext()
-        return temporarily(own, **{name: None for name in OF_THE_MODEL if getattr(own, name, None) is not None})
 
     def _drawing(self) -> AbstractContextManager[Drawn]:
         """Let the engine decode, and record its draws."""

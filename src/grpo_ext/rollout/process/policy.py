@@ -16,6 +16,7 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.obstacles import Forward, Policy, causal_lm, obstacles
 from grpo_ext.rollout.process.messages import Decoding, Machine, ModelSpec, Start
 from grpo_ext.rollout.process.sampler import ProcessSampler
+from grpo_ext.rollout.transformers_engine import only_settings
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.rollout.vllm.unpushable import PROCESS, unpushable
 from grpo_ext.rollout.vllm.weights import (
@@ -95,7 +96,7 @@ def _start(trainer: GRPOTrainer, args: GRPOExtConfig, kind: type) -> Start:
     config = copy.deepcopy(base.config)
     if hasattr(config, "quantization_config"):  # it gets unpacked weights
         del config.quantization_config
-    with cast(Any, trainer)._only_settings():
+    with only_settings(model, args):
         generation_config = copy.deepcopy(cast(Any, base).generation_config)
     # accelerate has wrapped the forward of the model that it was given, which with adapters is PEFT's
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
