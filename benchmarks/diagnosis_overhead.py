@@ -18,14 +18,14 @@ import torch  # isort: skip
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.rollout.decoding import _Batch
-from grpo_ext.trainer import crediting, grpo_trainer, loss_terms, nonfinite
+from grpo_ext.trainer import crediting, grpo_trainer, loss, loss_terms, nonfinite
 from grpo_ext.trainer.diagnosis.recording import Watching
 
 RESULT = SIBLING.with_name("diagnosis_overhead.json")
 RECORDING: dict[str, tuple[Any, str, Any]] = {
     "tokens": (loss_terms, "token_figures", {}),
-    "completions": (grpo_trainer, "log_weights", {}),
-    "chi2": (grpo_trainer, "add_ess", None),
+    "completions": (loss, "log_weights", {}),
+    "chi2": (loss, "add_ess", None),
     "row": (crediting, "row_record", None),
     "rows": (grpo_trainer, "log_rows", None),
     "gradient": (nonfinite, "gradient_figures", {}),

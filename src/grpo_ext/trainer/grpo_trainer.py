@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from grpo_ext.packing.lm_head import gather_trained_head
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask, regroup, silent
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body, takes_positions
 from grpo_ext.packing.own_forward import count_positions
-from grpo_ext.packing.pieces import Part, TokenLimit
+from grpo_ext.packing.pieces import TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.packing.together import entered_alike, failing_alike
@@ -54,12 +54,12 @@ from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.collecting import Collector
 from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
 from grpo_ext.trainer.crediting import assign_credit, log_generation
-from grpo_ext.trainer.diagnosis.recording import DRAWN, Watching, add_ess, log_rows, log_weights
-from grpo_ext.trainer.evaluating import batch_weight
+from grpo_ext.trainer.diagnosis.recording import DRAWN, Watching, log_rows
 from grpo_ext.trainer.lifecycle import Lifecycle
-from grpo_ext.trainer.loss_terms import Figures, entropy_bonus, high_entropy_mask, loss_figures
+from grpo_ext.trainer.loss import micro_batch_loss
+from grpo_ext.trainer.loss_terms import Figures, high_entropy_mask
 from grpo_ext.trainer.model_checks import check_pieces
-from grpo_ext.trainer.piecewise import SHARDED, Terms, more_to_come, together
+from grpo_ext.trainer.piecewise import SHARDED
 from grpo_ext.trainer.reference import InitialWeights, compare, evaluating, made_up, moved, scored
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
@@ -434,103 +434,7 @@ class GRPOExtTrainer(Lifecycle):
         return self.args.zero_advantages_skipped and self.objective.row.silent_at_zero and not terms and not coupled
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
-        mode = "train" if self.model.training else "eval"
-        live, mask = self._live_rows(inputs, mode), live_mask(inputs)
-        totals = self._totals(inputs, mask, mode)
-        parts, made = self._scorer.parts(model, inputs, live), list[Terms]()
-        count = sum(not part.is_spare for part in parts)
-        for part in parts[:-1]:
-            with more_to_come(self.accelerator, model):
-                terms = self._terms(model, part, totals, mode, count)
-                self._backward(terms.loss)
-            made.append(terms.detached())
-        made.append(self._terms(model, parts[-1], totals, mode, count))
-        loss, logps, per_token_loss, entropies = together(made, parts)
-        if inputs in self._generation:
-            inputs.setdefault("old_per_token_logps", logps.detach())
-        if mode == "train" and self._drift is not None and self._drift.due:
-            self._check_drift(logps.detach(), inputs)
-        self._guard.note(per_token_logps=logps, per_token_loss=per_token_loss, entropies=entropies)
-        stock = self.args.loss_defaults == "trl"
-        if self._evaluated is None and (mode == "eval" or stock or self.accelerator.sync_gradients):
-            self._figures.log(self._metrics[mode], self.accelerator)
-            add_ess(self._metrics[mode])
-        return loss
-
-    def _backward(self, loss: Tensor) -> None:
-        """Add the gradient of a part of a micro-batch, as transformers' `training_step` does of the last one."""
-        own = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
-        self.accelerator.backward(loss, **own)
-
-    def _terms(self, model: nn.Module, part: Part, totals: StepTotals, mode: str, parts: int) -> Terms:
-        """Compute one of so many `parts` of a micro-batch: its share of the loss of the step."""
-        objective, inputs, live = self.objective, part.inputs, part.live
-        logps, entropies, aux_loss = self._scores(model, inputs, live)
-        assert entropies is not None
-        if part.is_spare:
-            none = logps[:0]
-            return Terms(logps.sum() * 0.0, none, none, none)
-        mask = live_mask(inputs)
-        if mode == "train":  # at the first step of a generation the policy is the old one
-            inputs = {"old_per_token_logps": logps.detach(), **inputs}
-        tensors = objective.tensors(logps, self._with_samplers_old(logps, inputs, live), mask)
-        entropy_mask = None
-        if self.top_entropy_quantile < 1.0:
-            entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
-
-        per_token_loss = objective.surrogate_loss(tensors)
-        for factor in self._loss_factors(tensors, inputs, entropy_mask):
-            per_token_loss = per_token_loss * factor
-        if objective.kl_in_loss:
-            tensors["kl"] = objective.kl_penalty(tensors)
-            per_token_loss = per_token_loss + objective.beta * tensors["kl"]
-
-        world = self.accelerator.num_processes  # processes average their gradients, but shares must be added
-        loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
-        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
-        stock = self.args.loss_defaults == "trl"
-        figures, regions = loss_figures(objective, tensors, entropies, inputs, live, as_stock=stock)
-        weight = loss.new_ones(()) if mode == "train" else batch_weight(objective, totals)
-        if self._entropy_bonus_enabled:
-            as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
-            policy_figure = policy_loss.detach() * (1.0 if as_trl else accumulation)
-            figures["policy_loss"] = policy_figure * parts, weight / parts
-            loss = loss - entropy_bonus(self, self.args, entropies, mask, entropy_mask, totals, mode)
-        if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
-            self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
-        if self._evaluated is not None:
-            figures["loss"] = loss.detach(), weight
-        self._figures.add(figures, regions, mask, log_weights(inputs, tensors, live))
-        seen = entropies if live is None else entropies.detach().masked_fill(~live[:, None], torch.nan)
-        return Terms(loss, logps, per_token_loss, seen)
-
-    def _with_samplers_old(self, logps: Tensor, inputs: MicroBatch, live: Tensor | None) -> MicroBatch:
-        """Return a micro-batch whose old log-probabilities are the sampler's, where it has them, if so configured."""
-        otherwise = self.use_vllm or self._older
-        if self.args.old_logps == "recomputed" or not otherwise or "sampling_per_token_logps" not in inputs:
-            return inputs
-        sampler = inputs["sampling_per_token_logps"].to(logps.dtype)
-        known = ~sampler.isnan() if live is None else ~sampler.isnan() & live[:, None]
-        old = torch.where(known, sampler, inputs.get("old_per_token_logps", logps.detach()))
-        return {**inputs, "old_per_token_logps": old}
-
-    def _loss_factors(
-        self, tensors: dict[str, Any], inputs: MicroBatch, entropy_mask: Tensor | None
-    ) -> Iterator[Tensor]:
-        """Yield the factors that TRL has too: off-policy mask, high-entropy mask, correction of the sampler."""
-        if self.off_policy_mask_threshold is not None:
-            yield self.get_off_policy_mask(
-                advantages=tensors["advantages"],
-                per_token_logps=tensors["per_token_logps"],
-                sampling_per_token_logps=inputs.get("sampling_per_token_logps", tensors["old_per_token_logps"]),
-                mask=tensors["mask"],
-                off_policy_threshold=self.off_policy_mask_threshold,
-            )
-        if entropy_mask is not None:
-            yield entropy_mask
-        if self._sampler_corrected and not self.objective.corrects_sampler:
-            yield tensors["importance_sampling_ratio"]
+        return micro_batch_loss(self, model, inputs)
 
     # Micro-batches.
 

@@ -26,6 +26,7 @@ from grpo_ext.trainer.callbacks import Progress
 from grpo_ext.trainer.checkpoints.identity import plain
 from grpo_ext.trainer.findings import BEFORE_THE_FORWARD, ORDER, ObservedBatch
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+from grpo_ext.trainer.loss import with_samplers_old
 from grpo_ext.trainer.recording import Content, micro_batches, refusal, unpacked
 
 IN_ONE_STEP = frozenset(name for name, setting in SETTINGS.items() if setting.in_one_step)
@@ -102,7 +103,7 @@ class OneStep(GRPOExtTrainer):
     def _as_the_loss_read(self, batch: ObservedBatch) -> dict[str, Any]:
         inputs: Any = batch.inputs
         live = self._live_rows(inputs, "train")
-        return {**self._with_samplers_old(batch.computed["per_token_logps"], inputs, live)}
+        return {**with_samplers_old(self, batch.computed["per_token_logps"], inputs, live)}
 
     def _prepare_inputs(self, generation_batch: Any) -> MicroBatch:  # type: ignore[override]
         if self._step == 0:
