@@ -43,6 +43,7 @@ CONTRACT = {
     "utils.nanmax": "3a1321313d7be8b6",
     "utils.nanmin": "1b3edb64304e73f6",
     "utils.nanstd": "081b874388d813a0",
+    "utils.pad": "5b5cbf5245d686e0",
     "VLLMClient.__init__": "5d0ecab3e9b8f52b",
     "VLLMClient._get": "a33e6d43e6be1386",
     "VLLMClient._post": "6d49fa01931d2298",
@@ -73,7 +74,7 @@ def targets() -> dict[str, object]:
     own |= {"_load_optimizer_and_scheduler", "get_off_policy_mask"}  # called, or relied on, as they are
     methods = sorted(name for name, f in vars(trl.GRPOTrainer).items() if name in own and inspect.isfunction(f))
     functions = ["add_fused_lm_head", "create_model_from_path", "disable_dropout_in_model"]
-    functions += ["nanmax", "nanmin", "nanstd"]
+    functions += ["nanmax", "nanmin", "nanstd", "pad"]
     found = {f"GRPOTrainer.{name}": getattr(trl.GRPOTrainer, name) for name in methods}
     found |= {f"utils.{name}": getattr(utils, name) for name in functions}
     for theirs, ours in ((VLLMClient, Client), (VLLMGeneration, Generation)):
@@ -139,13 +140,6 @@ def test_a_misspelt_argument_of_the_trainer_gets_the_one_that_was_meant(typo, me
 def test_the_reference_is_created_under_the_name_that_is_replaced():
     assert grpo_trainer.create_model_from_path is utils.create_model_from_path
     assert "self.ref_model = create_model_from_path(" in inspect.getsource(trl.GRPOTrainer.__init__)
-
-
-def test_an_adapter_is_scored_as_its_reference_in_the_context_that_is_replaced():
-    assert grpo_trainer.use_adapter is utils.use_adapter
-    assert "with use_adapter(model, adapter_name=" in inspect.getsource(
-        trl.GRPOTrainer._generate_and_score_completions
-    )
 
 
 if __name__ == "__main__":

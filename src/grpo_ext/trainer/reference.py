@@ -31,8 +31,8 @@ class InitialWeights:
     def __init__(self, model: nn.Module) -> None:
         self.weights = {name: whole(parameter) for name, parameter in _trained(model).items()}
 
-    def replacing(self, model: nn.Module, adapter_name: str | None = None) -> AbstractContextManager[None]:
-        """Give `model` these weights for the time of a forward; in place of TRL's `use_adapter`."""
+    def replacing(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Give `model` these weights for the time of a forward."""
         return _replaced(model, self.weights)
 
     def write(self, folder: Path) -> None:
