@@ -383,8 +383,11 @@ class GRPOExtTrainer(Lifecycle):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
         return self.collector.turn(super()._generate_single_turn, *args, **kwargs)
 
-    def _calculate_rewards(self, *args: Any) -> Tensor:
-        return self.collector.rewarded(super()._calculate_rewards, *args)
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
+    ) -> Tensor:
+        given = inputs, prompts, completions, completion_ids_list
+        return self.collector.rewarded(super()._calculate_rewards, *given)
 
     def close_rewards(self) -> None:
         """End the processes beside this one, after the last use of a trainer that was not trained."""
