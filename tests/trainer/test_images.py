@@ -282,3 +282,8 @@ def test_the_table_of_completions_shows_the_sizes_of_images():
         {"type": "text", "text": "[image 84x56]"},
         {"type": "text", "text": "a:"},
     ]
+
+
+def test_an_image_beside_a_text_is_refused():
+    with pytest.raises(DataError, match="the prompt is text, which has no place for images"):
+        with_images({"prompt": "a:", "image": seeing.picture(0, 84, 56)})

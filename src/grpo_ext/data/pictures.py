@@ -159,9 +159,13 @@ def with_images(row: Mapping[str, Any]) -> Any:
     """
     prompt = without_gaps(row.get("prompt"))
     names = columns_of_images(list(row))
+    images = [image for image in _listed(row[names[-1]]) if image is not None] if names else []
+    if isinstance(prompt, str) and images:
+        raise _unusable(
+            "the prompt is text, which has no place for images", "Write [{role: user, content: ...}].", names[-1], row
+        )
     if not names or not isinstance(prompt, list):
         return prompt
-    images = [image for image in _listed(row[names[-1]]) if image is not None]
     try:
         placed = prepare_multimodal_messages(prompt, images=images)
     except ValueError as error:
