@@ -170,7 +170,7 @@ SETTINGS: dict[str, Setting] = {
         min_p=Setting(Within(least=0.0, below=1.0, because=f"at 1 {GREEDY}")),
         repetition_penalty=Setting(_POSITIVE),
         generation_kwargs=Setting(replay=None),
-        rollout_engine=Setting(choices=("auto", "grouped", "generate", "process", "echo")),
+        rollout_engine=Setting(choices=("auto", "grouped", "generate", "process")),
         rollout_ahead=Setting(NOT_NEGATIVE, replay=0),
         dynamic_sampling=Setting(
             text="Write reward, or the name of one of the rewards, or leave it out.", replay=None

@@ -137,13 +137,6 @@ _REINFORCE: Mapping[str, Any] = {"surrogate": "reinforce", "levels": ("token",),
 
 
 _row(
-    "spo",
-    surrogate="spo",
-    paper="SPO, arXiv:2401.16025",
-    formula="-(1/B) sum_i (1/n_i) sum_t (r A - |A| (r - 1)^2 / (2 width))",
-    aggregation="seq-mean-token-mean",
-)
-_row(
     "grpo",
     "deepseek_math",
     surrogate="clip",

@@ -294,12 +294,3 @@ def dppo(
         advantages, per_token_logps, old_per_token_logps, epsilon_low=epsilon_low, epsilon_high=epsilon_high
     )
     return torch.where(low | high, 0.0, -log_ratio.exp() * advantages)
-
-
-@surrogates.register("spo")
-def spo(
-    log_ratio: Float[Tensor, " batch #time"], advantages: Float[Tensor, " batch #time"], *, width: float = 0.2
-) -> Float[Tensor, " batch #time"]:
-    r"""-(r A - |A| (r - 1)^2 / (2 width)): a quadratic penalty instead of a clip. SPO, arXiv:2401.16025."""
-    ratio = log_ratio.exp()
-    return -(ratio * advantages - advantages.abs() * (ratio - 1).square() / (2 * width))

@@ -40,8 +40,6 @@ class MicroBatch(TypedDict, total=False):
     """Rewards of the row's group, [rows, completions, functions]."""
     generation_row: Tensor
     """Number of the row in its generation, over all processes."""
-    sampled_by: Tensor
-    """Number of the weights that sampled each row, [rows]."""
     recorded: Tensor
     """Figures of each row for a diagnosis, [rows, figures, 1]."""
     images: list[RowImages]

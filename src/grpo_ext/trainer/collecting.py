@@ -22,7 +22,6 @@ from grpo_ext.rewards.containment import Scored
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-from grpo_ext.rollout.echo import EchoSampler
 from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.samplers import Sampler, failing_together
@@ -60,8 +59,6 @@ class Collector:
         args, self.trainer, self.rewards, self.acting = trainer.args, trainer, rewards, acting
         self.engine: GroupedEngine | None = grouped_engine(args, sharded=trainer.is_fsdp_enabled)
         self.beside: Sampler | None = process_sampler(trainer, args)
-        if args.rollout_engine == "echo":
-            self.beside = EchoSampler()
         if samples_by_server(args):
             self.beside = server_sampler(trainer.vllm_generation)
         self.ahead = RolloutsAhead(trainer, self.beside) if args.rollout_ahead and self.beside is not None else None

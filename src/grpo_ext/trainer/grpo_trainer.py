@@ -316,7 +316,6 @@ class GRPOExtTrainer(Lifecycle):
         device, pad = self.accelerator.device, self._tokenizer.pad_token_id
         ends = {*self.eos_token_ids, pad} if self.mask_truncated_completions else None
         batch: dict[str, Any] = padded(collected.generated, pad, cast(Any, self.pad_to_multiple_of), device, ends)
-        batch["sampled_by"] = torch.full((len(collected.rows),), self.state.global_step, device=device)
         batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
         made = collected.trajectories
         if made and (parents := parents_of(made, batch["completion_ids"].shape[1])) is not None:
