@@ -79,6 +79,14 @@ def model_path(tmp_path_factory) -> str:
     return tiny.save(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="session")
+def quickstart_model(tmp_path_factory) -> str:
+    """The quickstart's model, hardly warmed up."""
+    from grpo_ext.quickstart.model import ensure_model
+
+    return str(ensure_model(directory=tmp_path_factory.mktemp("cache"), steps=2))
+
+
 @pytest.fixture
 def runtime():
     """Makes rewards ready to score, and ends their workers."""

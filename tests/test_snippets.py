@@ -55,10 +55,9 @@ PYTHON = [block for block in blocks("python") if not block.id.startswith("CONTRI
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PYTHON)
-def test_python_examples_run(program, registries, tmp_path, monkeypatch):
+def test_python_examples_run(program, registries, quickstart_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = quickstart.ensure_model(directory=tmp_path / "cache", steps=2)  # hardly warmed up
-    monkeypatch.setattr("grpo_ext.trainer.setup.ensure_once", lambda _: folder)
+    monkeypatch.setattr("grpo_ext.trainer.setup.ensure_once", lambda _: quickstart_model)
     exec(compile(program, "snippet", "exec"), {"__name__": "__main__"})
     assert (tmp_path / "outputs").is_dir() == ("train()" in program)
 

@@ -15,7 +15,7 @@ import yaml
 
 from grpo_ext.errors import NOT_FINISHED
 from support import tiny
-from support.processes import ENVIRONMENT, PATIENCE, launcher
+from support.processes import ENVIRONMENT, PATIENCE, launcher, start_forked
 
 pytestmark = pytest.mark.slow
 TESTS = Path(tiny.__file__).parents[1]
@@ -31,9 +31,9 @@ def _default_signals() -> None:
 
 
 class Run:
-    """A run of a slow recipe."""
+    """A run of a slow recipe; `forked` where its imports are not what is tested."""
 
-    def __init__(self, folder: Path, start: list[str], **changes):
+    def __init__(self, folder: Path, start: list[str], forked: bool, **changes):
         self.folder, self.out, self.temp = folder, folder / "out", folder / "temp"
         self.temp.mkdir(exist_ok=True)
         recipe = tiny.TRAINING | {
@@ -51,9 +51,15 @@ class Run:
         path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {"SLOW_SIGN": str(folder / "sign"), "PYTHONPATH": path, "TMPDIR": str(self.temp), "HF_HOME": str(folder)}
         self.log = folder / f"log{time.time_ns()}"
+        line = [*start, "--config", str(folder / "recipe.yaml")]
+        self.forked = []
+        if forked:
+            self.forked = start_forked(line, self.log, **env)
+            self.process = self.forked[0]
+            return
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *start, "--config", str(folder / "recipe.yaml")],
+                [sys.executable, *line],
                 stdout=log,
                 stderr=log,
                 env=os.environ | ENVIRONMENT | env,
@@ -79,8 +85,8 @@ class Run:
         return self
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes of this run, by a variable of their environment."""
-        found = []
+        """Return the processes of this run: what is forked, and others by a variable of their environment."""
+        found = [psutil.Process(one.pid) for one in self.forked if one.poll() is None]
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get("SLOW_SIGN") == str(self.folder / "sign") and process.status() != "zombie":
@@ -118,8 +124,8 @@ ACCELERATE = [*launcher()[1:], "-m", "grpo_ext.train"]
 def start(tmp_path):
     runs = []
 
-    def begin(how, **changes):
-        runs.append(Run(tmp_path, how, **changes))
+    def begin(how, forked=True, **changes):
+        runs.append(Run(tmp_path, how, forked and how is ALONE, **changes))
         return runs[-1]
 
     yield begin
@@ -205,7 +211,7 @@ def test_the_same_command_resumes(start):
 
 @pytest.mark.parametrize("how", [ALONE, COMMAND])
 def test_a_signal_during_loading_ends_the_run_at_once(how, start):
-    run = start(how)
+    run = start(how, forked=False)
     run.until(lambda: any("libtorch" in m.path for m in psutil.Process(run.process.pid).memory_maps()))
     run.process.send_signal(signal.SIGINT)
     assert run.ended(60) == NOT_FINISHED

@@ -191,14 +191,16 @@ def test_masked_tokens_may_be_nonfinite(model_path, tmp_path, clean):
 
 
 @pytest.mark.slow
-def test_a_poisoned_last_step_of_a_recipe_ends_with_2_and_saves_no_model(tmp_path, monkeypatch, capsys):
+def test_a_poisoned_last_step_of_a_recipe_ends_with_2_and_saves_no_model(
+    quickstart_model, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(
         "grpo_ext.train.GRPOExtTrainer",
         type("P", (poisoned.Poisoned,), {"place": "loss", "step": 2, "micro_batch": 1}),
     )
     argv = ["--config", "quickstart/grpo", "--max_steps", "2", "--output_dir", str(tmp_path), "--save_steps", "1"]
     with pytest.raises(SystemExit) as left:
-        main([*argv, "--report_to", "none", "--eval_strategy", "no"])
+        main([*argv, "--report_to", "none", "--model_name_or_path", quickstart_model, *tiny.FEW])
     assert left.value.code == 2
     printed = capsys.readouterr()
     assert "Step 2 of 2: nan in the loss" in printed.err

@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from trl.generation.vllm_generation import VLLMGeneration, ensure_master_addr_port
 
 from grpo_ext.rollout.vllm.generation import Generation
 from support import tiny
@@ -67,6 +66,8 @@ def test_two_processes_have_an_engine_each(untied, tmp_path):
 
 
 def test_runs_that_start_at_the_same_moment_take_ports_of_their_own(monkeypatch):
+    from trl.generation.vllm_generation import VLLMGeneration, ensure_master_addr_port  # and all of vLLM
+
     ports = []
 
     def look_for_a_port(_):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support import tiny
-from support.processes import ENVIRONMENT, PATIENCE, launcher, needs_deepspeed, on_cpu, run, run_forked, with_deepspeed
+from support.processes import ENVIRONMENT, PATIENCE, launcher, needs_deepspeed, on_cpu, run_forked
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
@@ -38,10 +38,7 @@ def test_it_trains_resumes_and_leaves_a_model_that_loads(engine, model, tmp_path
     name, changed, kind, sharded = ENGINES[engine]
     file = on_cpu(name, tmp_path, **changed)
     script = str(SCRIPT), "engine", model, str(tmp_path)
-    if kind == ZERO:
-        run([*launcher(file), *script], **with_deepspeed())
-    else:
-        run_forked(*script, config=file)
+    run_forked(*script, config=file)
     facts = torch.load(tmp_path / "facts.pt")
     start = tiny.load(model).state_dict()
     for end in ("whole", "resumed"):
