@@ -8,7 +8,7 @@ import pytest
 from grpo_ext.rollout.vllm.client import Client
 from support import tiny
 from support.commands import command
-from support.processes import machines, needs_deepspeed, on_cpu, with_deepspeed
+from support.processes import machines, needs_deepspeed, on_cpu
 from support.vllm_runs import DDP, HEADS, RUN, drifts, free_port, steps, train
 
 FLOAT32 = 0.02
@@ -58,8 +58,7 @@ def test_two_trainer_processes_share_one_server(engine, lora, tied, address, tmp
     """Shards of base and adapter are gathered and summed: what is left is float32's rounding."""
     needs_deepspeed(engine)
     settings = {"config": {"max_steps": 5, "learning_rate": 1e-2 if lora else 3e-3}, "lora": lora} | address
-    env = with_deepspeed() if engine == "zero3" else {}
-    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu(engine, tmp_path), env=env, **settings)
+    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu(engine, tmp_path), **settings)
     assert len(drifts(log)) == 5
     assert max(drifts(log)) < ROUNDING
     assert (max(entry.get("sampling/push_rounding", -1) for entry in steps(log)) == 0) == lora
