@@ -16,7 +16,6 @@ import yaml
 from grpo_ext.commands.arguments import COMMANDS, OPTIONS
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import losses
-from grpo_ext.quickstart import model as quickstart
 from grpo_ext.recipe.files import packaged_recipes, recipes_folder
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.rewards.protocol import rewards

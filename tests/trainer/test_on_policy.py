@@ -113,13 +113,13 @@ def sample(count):
     return [c for combinations in each for c in random.Random(combinations[0][0]).sample(combinations, count)]
 
 
-@pytest.mark.parametrize("combination", sample(2), ids=" ".join)
+@pytest.mark.parametrize("combination", sample(1), ids=" ".join)
 def test_the_log_ratio_is_zero(combination, folders, tmp_path, log_ratios):
     check(combination, folders, tmp_path, log_ratios)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("combination", sample(4), ids=" ".join)
+@pytest.mark.parametrize("combination", sample(3), ids=" ".join)
 def test_the_log_ratio_is_zero_in_many_combinations(combination, folders, tmp_path, log_ratios):
     check(combination, folders, tmp_path, log_ratios)
 
