@@ -50,11 +50,11 @@ def pytest_collection_modifyitems(items):
     """Files with long tests first, so that no process is left with one of them when the others have nothing to do."""
     long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("vllm")}
     tests = Counter(item.path for item in items)
-    last = len(LONGEST)
-    places = {
-        path: next((i for i, end in enumerate(LONGEST) if f"{path}".endswith(f"{end}.py")), last) for path in tests
-    }
-    items.sort(key=lambda item: (places[item.path], item.path not in long, -tests[item.path], item.path))
+
+    def place(path: Path) -> int:
+        return next((i for i, end in enumerate(LONGEST) if str(path).endswith(f"{end}.py")), len(LONGEST))
+
+    items.sort(key=lambda item: (place(item.path), item.path not in long, -tests[item.path], item.path))
 
 
 def pytest_runtest_logreport(report):

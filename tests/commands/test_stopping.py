@@ -125,7 +125,7 @@ def start(tmp_path):
     runs = []
 
     def begin(how, forked=True, **changes):
-        runs.append(Run(tmp_path, how, forked and how is ALONE, **changes))
+        runs.append(Run(tmp_path, how, forked and how in (ALONE, COMMAND), **changes))
         return runs[-1]
 
     yield begin

@@ -242,7 +242,8 @@ def test_the_process_ends_with_the_trainer(number, tmp_path):
     [trainer] = start_forked([str(script)], said := tmp_path / "said")
     deadline = time.monotonic() + PATIENCE
     while not said.exists() or not (found := re.search(r"^child (\d+)\n", said.read_text(), re.MULTILINE)):
-        assert trainer.poll() is None and time.monotonic() < deadline, said.read_text()
+        assert trainer.poll() is None, said.read_text()
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     pid = int(found[1])
     time.sleep(0.5)

@@ -455,7 +455,7 @@ def flags(recipe) -> dict[str, str]:
 def test_a_server_gets_the_flags_that_its_recipe_needs(quickstart_model):
     recipe = packaged(quickstart_model)
     found = flags(recipe)
-    assert found["--model"] == model
+    assert found["--model"] == quickstart_model
     assert found["--host"] == "127.0.0.1"
     assert found["--dtype"] == "float32"
     assert found["--logprobs-mode"] == "processed_logprobs"
