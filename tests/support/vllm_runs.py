@@ -117,11 +117,13 @@ class Server:
         return thread
 
 
-def train(output: Path, mode: str, model: str, *, launch: Path | None = None, check=True, **settings):
+def train(
+    output: Path, mode: str, model: str, *, launch: Path | None = None, check=True, environment=None, **settings
+):
     """Run `run.py` to its end; what it wrote and what it said."""
     output.mkdir(parents=True, exist_ok=True)
     line = [str(RUN), str(output), json.dumps({"mode": mode, "model": model} | settings)]
-    done = forked(*line, config=launch, modules=WITH_VLLM, PYTHONWARNINGS="ignore")
+    done = forked(*line, config=launch, modules=WITH_VLLM, PYTHONWARNINGS="ignore", **(environment or {}))
     said = done.stdout[-12000:]
     assert not check or done.returncode == 0, said
     written = output / "log.json"
