@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -85,6 +86,7 @@ def become(line: list[str], environment: dict[str, str], folder: str, said: str)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it may be another one there
     output = os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
