@@ -60,7 +60,7 @@ class Fork:
             self.returncode = self.forks.ask("ended", self.pid, 0.0)
         return self.returncode
 
-    def wait(self, timeout: float = 1e9) -> int:
+    def wait(self, timeout: float = 3600.0) -> int:
         if self.returncode is None:
             self.returncode = self.forks.ask("ended", self.pid, timeout)
         if self.returncode is None:
