@@ -43,8 +43,10 @@ WHERE = {  # place: what the message says of it
 }
 
 
-@pytest.mark.parametrize(("value", "step"), [(math.nan, 1), (math.inf, 2), (math.nan, 4)])
-@pytest.mark.parametrize("place", WHERE)
+@pytest.mark.parametrize(
+    ("place", "value", "step"),
+    [("loss", math.nan, 1), ("loss", math.inf, 2), ("gradient", math.inf, 2), ("logps", math.nan, 4)],
+)
 def test_the_run_stops_before_the_step_and_names_what_was_first(place, value, step, model_path, tmp_path, clean):
     m = 1 + step % 2
     trainer = poisoned.build(model_path, tmp_path).arm(place, value=value, step=step, micro_batch=m)
