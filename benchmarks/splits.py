@@ -10,7 +10,6 @@ import gc
 import json
 import logging as python_logging
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +38,7 @@ from support import formulas, tiny
 from support.fixed_rows import Rows
 from support.float64 import float64_throughout
 from support.fsdp_on_cpu import is_sharded, make_fsdp_real
-from support.processes import has_deepspeed, launcher, on_cpu, with_deepspeed
+from support.processes import has_deepspeed, on_cpu, run_forked
 from support.row_by_row import RowByRow, Terms, differences
 from support.watched import Watched
 
@@ -176,17 +175,8 @@ def trained(launch: str, chosen: list[Case], folder: Path, dtype: torch.dtype) -
     folder.mkdir(parents=True, exist_ok=True)
     tiny.save(folder / "model")
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in chosen]))
-    command = [sys.executable] if launch == "one" else launcher(on_cpu(launch, folder))
-    precision = str(dtype).removeprefix("torch.")
-    environment = os.environ | (with_deepspeed() if launch.startswith("zero") else {})
-    done = subprocess.run(
-        [*command, __file__, "--folder", str(folder), "--dtype", precision],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{launch}: {done.stdout[-3000:]}{done.stderr[-6000:]}")
+    line = __file__, "--folder", folder, "--dtype", str(dtype).removeprefix("torch.")
+    run_forked(*line, config=None if launch == "one" else on_cpu(launch, folder))
 
 
 def judged(case: Case, folder: Path, dtype: torch.dtype) -> float:

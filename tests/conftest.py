@@ -26,6 +26,9 @@ settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 
 ROOT = Path(__file__).parent.parent
+LONGEST = ("real_vllm/test_server_death", "commands/test_stopping", "real_vllm/test_colocate", "trainer/test_ahead")
+LONGEST += ("real_vllm/test_environments", "real_vllm/test_server", "rollout/test_process_sampler", "test_kills")
+"""Ends of the files that take minutes, the longest first."""
 
 
 def pytest_configure(config):
@@ -47,7 +50,11 @@ def pytest_collection_modifyitems(items):
     """Files with long tests first, so that no process is left with one of them when the others have nothing to do."""
     long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("vllm")}
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path not in long, -tests[item.path], item.path))
+
+    def place(path: Path) -> int:
+        return next((i for i, end in enumerate(LONGEST) if str(path).endswith(f"{end}.py")), len(LONGEST))
+
+    items.sort(key=lambda item: (place(item.path), item.path not in long, -tests[item.path], item.path))
 
 
 def pytest_runtest_logreport(report):
@@ -77,6 +84,14 @@ def model_path(tmp_path_factory) -> str:
     from support import tiny
 
     return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def quickstart_model(tmp_path_factory) -> str:
+    """The quickstart's model, hardly warmed up."""
+    from grpo_ext.quickstart.model import ensure_model
+
+    return str(ensure_model(directory=tmp_path_factory.mktemp("cache"), steps=2))
 
 
 @pytest.fixture

@@ -2,21 +2,18 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.processes import run_forked
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
 def test_the_small_form_runs_and_no_check_fails():
-    line = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu"]
-    run = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_forked(ROOT / "benchmarks" / "gpu.py", "--device", "cpu")
     path = ROOT / "build" / "gpu_cpu.json"
     parts = json.loads(path.read_text())["parts"]
     outcomes = {name: row.get("outcome", "timed") for name, rows in parts.items() for row in rows}

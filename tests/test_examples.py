@@ -11,9 +11,9 @@ import torch
 from grpo_ext import GRPOExtConfig
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import find
-from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.rewards.composition import parse_rewards
 from support.processes import run_forked
+from support.tiny import FEW
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -24,18 +24,11 @@ def _from_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    """The quickstart's model, hardly warmed up."""
-    return str(ensure_model(directory=tmp_path_factory.mktemp("cache"), steps=2))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_runs_as_a_script(name, model, tmp_path):
-    small = {"max_steps": 1, "per_device_train_batch_size": 8, "model_name_or_path": model, "output_dir": "out"}
-    overrides = [word for key, value in small.items() for word in (f"--{key}", str(value))]
-    said = run_forked(ROOT / "examples" / f"{name}.py", *overrides, cwd=tmp_path)
+def test_runs_as_a_script(name, quickstart_model, tmp_path):
+    own = ("--max_steps", "1", "--model_name_or_path", quickstart_model, "--output_dir", "out")
+    said = run_forked(ROOT / "examples" / f"{name}.py", *FEW, *own, cwd=tmp_path)
     assert "Model saved to out." in said
     assert (tmp_path / "out" / "model.safetensors").exists()
     axis = {"custom_loss": "custom_loss:spo: spo(width=0.2)", "custom_advantage": "advantage custom_advantage:wins()"}

@@ -19,7 +19,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import grpo_ext
-from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.versions import TESTED, naming_untested
 from support import tiny
 from support.processes import PATIENCE
@@ -153,14 +152,13 @@ def installed(wheel, tmp_path_factory) -> str:
 
 
 @pytest.mark.slow
-def test_installed_wheel_trains_a_packaged_recipe_anywhere(installed, tmp_path):
+def test_installed_wheel_trains_a_packaged_recipe_anywhere(installed, quickstart_model, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     where = python("import grpo_ext; print(grpo_ext.__file__)", installed, cwd=tmp_path, env=env)
     assert Path(where.strip()).is_relative_to(Path(installed).parent.parent)
-    model = str(ensure_model(directory=tmp_path / "cache", steps=2))  # hardly warmed up
-    command = [installed, "-m", "grpo_ext.train", "--config", "quickstart/grpo", "--model_name_or_path", model]
+    recipe = ["--config", "quickstart/grpo", "--model_name_or_path", quickstart_model, *tiny.FEW]
     run = subprocess.run(
-        [*command, "--max_steps", "2", "--output_dir", "out"],
+        [installed, "-m", "grpo_ext.train", *recipe, "--max_steps", "2", "--output_dir", "out"],
         cwd=tmp_path,
         env=env,
         capture_output=True,

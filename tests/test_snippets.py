@@ -16,7 +16,6 @@ import yaml
 from grpo_ext.commands.arguments import COMMANDS, OPTIONS
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import losses
-from grpo_ext.quickstart import model as quickstart
 from grpo_ext.recipe.files import packaged_recipes, recipes_folder
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.rewards.protocol import rewards
@@ -55,10 +54,9 @@ PYTHON = [block for block in blocks("python") if not block.id.startswith("CONTRI
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PYTHON)
-def test_python_examples_run(program, registries, tmp_path, monkeypatch):
+def test_python_examples_run(program, registries, quickstart_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = quickstart.ensure_model(directory=tmp_path / "cache", steps=2)  # hardly warmed up
-    monkeypatch.setattr("grpo_ext.trainer.setup.ensure_once", lambda _: folder)
+    monkeypatch.setattr("grpo_ext.trainer.setup.ensure_once", lambda _: quickstart_model)
     exec(compile(program, "snippet", "exec"), {"__name__": "__main__"})
     assert (tmp_path / "outputs").is_dir() == ("train()" in program)
 

@@ -14,7 +14,6 @@ from grpo_ext import __version__
 from grpo_ext.commands import env
 from grpo_ext.commands.arguments import COMMANDS
 from grpo_ext.objective.losses import losses
-from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe.files import packaged_recipes
 from grpo_ext.recipe.help import subjects
 from grpo_ext.recipe.parsing import all_keys, load_recipe
@@ -130,12 +129,11 @@ def test_new_overwrites_no_file(name, told, said, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
+def test_the_notebook_runs(quickstart_model, tmp_path, monkeypatch, capsys):
     """Its cells one after the other, as a kernel runs them, with 4 steps for 40; what is drawn is not seen."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    folder = ensure_model(directory=tmp_path / "cache", steps=2)
-    monkeypatch.setattr("grpo_ext.trainer.setup.ensure_once", lambda _: folder)
+    monkeypatch.setattr("grpo_ext.trainer.setup.ensure_once", lambda _: quickstart_model)
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")

@@ -4,21 +4,18 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file
 
 from support import tiny
+from support.forks import Fork
 from support.interrupted import without_clocks
 from support.noted import windows_scored
-from support.processes import ENVIRONMENT, PATIENCE, launcher
+from support.processes import CONFIG, PATIENCE, start_forked
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("KILLS", "2"))
@@ -61,53 +58,51 @@ def recipe(request, tmp_path_factory):
     return folder / f"{processes}.yaml"
 
 
-def start(recipe: Path, output: Path) -> subprocess.Popen:
-    python = [sys.executable] if recipe.stem == "1" else launcher()
-    command = [*python, "-m", "grpo_ext.train", "--config", str(recipe), "--output_dir", str(output)]
-    path = os.pathsep.join([str(Path(tiny.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+def start(recipe: Path, output: Path) -> list[Fork]:
+    """The trainers; what they print goes into a file beside their output."""
+    line = ["-m", "grpo_ext.train", "--config", str(recipe), "--output_dir", str(output)]
+    config = None if recipe.stem == "1" else CONFIG
     noted = output.with_name(f"{output.name}-from-{newest(output)}")
-    env = os.environ | ENVIRONMENT | {"PYTHONPATH": path, "NOTED": str(noted)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, env=env, text=True, start_new_session=True, **pipes)
+    path = os.pathsep.join([str(Path(tiny.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return start_forked(line, printed(output), config=config, PYTHONPATH=path, NOTED=str(noted))
+
+
+def printed(output: Path) -> Path:
+    return output.with_name(f"{output.name}-printed")
 
 
 def newest(output: Path) -> int:
     return max((int(path.name.partition("-")[2]) for path in output.glob("checkpoint-*")), default=0)
 
 
-def wait(condition, process: subprocess.Popen) -> None:
+def wait(condition, trainers: list[Fork]) -> None:
     deadline = time.monotonic() + PATIENCE
-    while not condition() and process.poll() is None:
+    while not condition() and trainers[0].poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.0005)
 
 
-def half_way(saving: Path, process: subprocess.Popen) -> None:
+def half_way(saving: Path, trainers: list[Fork]) -> None:
     """Somewhere between a checkpoint's first file and its last."""
-    wait(saving.exists, process)
+    wait(saving.exists, trainers)
     time.sleep(random.uniform(0, 0.04))
 
 
 def killed(recipe: Path, output: Path, moment) -> None:
     """Start, let it go on by a step or two, wait for the `moment`, kill."""
-    process, before = start(recipe, output), newest(output)
-    wait(lambda: newest(output) > before + random.randint(0, 1), process)
-    moment(process)
-    with suppress(psutil.NoSuchProcess):  # it may have ended
-        # the trainers have sessions of their own, and save a checkpoint when only their launcher is gone
-        for one in (process, *psutil.Process(process.pid).children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-    printed, _ = process.communicate()
-    assert process.returncode in (-signal.SIGKILL, 0), printed[-3000:]
-    assert "Traceback" not in printed, printed[-3000:]
+    trainers, before = start(recipe, output), newest(output)
+    wait(lambda: newest(output) > before + random.randint(0, 1), trainers)
+    moment(trainers)
+    for one in trainers:  # at once: what samples beside them ends with them
+        one.kill()
+    said = printed(output).read_text()
+    assert {one.wait() for one in trainers} <= {-signal.SIGKILL, 0}, said[-3000:]
+    assert "Traceback" not in said, said[-3000:]
 
 
 def ended(recipe: Path, output: Path) -> tuple[dict, list[str]]:
     """Weights and log of the run, which is let go on to its end."""
-    process = start(recipe, output)
-    printed, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, printed[-3000:]
+    assert {one.wait(PATIENCE) for one in start(recipe, output)} == {0}, printed(output).read_text()[-3000:]
     state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     return load_file(output / "model.safetensors"), without_clocks(state["log_history"])
 
@@ -140,10 +135,10 @@ def test_a_run_killed_repeatedly_ends_at_the_same_bits(recipe, never_killed, tmp
     saving = tmp_path / "out" / "_saving"
     for kill in range(KILLS):
         if kill % 2:
-            killed(recipe, tmp_path / "out", lambda process: half_way(saving, process))
+            killed(recipe, tmp_path / "out", lambda trainers: half_way(saving, trainers))
             print(f"left half done: {sorted(p.name for p in saving.glob('*/*'))}")
         else:
-            killed(recipe, tmp_path / "out", lambda process: time.sleep(random.uniform(0, 0.4)))
+            killed(recipe, tmp_path / "out", lambda _: time.sleep(random.uniform(0, 0.4)))
     weights, log = ended(recipe, tmp_path / "out")
     if "ahead" in str(request.node.callspec.id):
         assert_nothing_of_a_checkpoint_is_sampled_again(recipe.parent / "whole", tmp_path / "out")

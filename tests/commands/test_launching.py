@@ -109,15 +109,15 @@ def train_command(tmp_path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_the_recipe", [False, True])
-def test_two_processes_on_a_cpu_train_together(in_the_recipe, train_command, tmp_path):
-    if in_the_recipe:
-        with (tmp_path / "recipe.yaml").open("a") as recipe:
-            recipe.write("num_processes: 2\naccelerate_config: cpu_ddp\nmain_process_port: 0\n")
-    else:
-        train_command += ["--num_processes", "2"]
+def test_two_processes_on_a_cpu_train_together_and_resume(train_command, tmp_path):
+    with (tmp_path / "recipe.yaml").open("a") as recipe:
+        recipe.write("num_processes: 2\naccelerate_config: cpu_ddp\nmain_process_port: 0\n")
+    train_command += ["--save_strategy", "steps", "--save_steps", "1"]
     run(train_command, HF_HOME=str(tmp_path))  # where accelerate's own default would lie
     assert (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "checkpoint-1" / "objective.json").exists()
+    assert "Resuming from" in run([*train_command, "--max_steps", "2"])
+    assert (tmp_path / "out" / "checkpoint-2").exists()
 
 
 @pytest.mark.slow

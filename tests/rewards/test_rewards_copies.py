@@ -32,10 +32,10 @@ MARKS = [r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "The answer is {}.",
 DISGUISES = [dress.format(total) for total, dress in itertools.product(SUMS, DRESSES)]
 
 
-@pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.slow), len(SOLUTIONS)])
+@pytest.mark.parametrize("share", [pytest.param(4, marks=pytest.mark.slow), len(SOLUTIONS)])
 @pytest.mark.parametrize("number", range(len(SOLUTIONS)))
 def test_a_disguised_sum_of_the_question_is_never_paid(number, share):
-    """594 disguises, or a part of them that differs by the solution's spelling, in turn over five marks."""
+    """A fourth of 594 disguises, or less: a part that differs by the solution's spelling, in turn over five marks."""
     solution = SOLUTIONS[number]
     texts = [MARKS[i % len(MARKS)].format(DISGUISES[i]) for i in range(number % share, len(DISGUISES), share)]
     found = accuracy(texts, [solution] * len(texts), prompts=[QUESTION] * len(texts))

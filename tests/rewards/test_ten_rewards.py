@@ -7,7 +7,6 @@ import test_reward_model
 import yaml
 from test_remote import serve  # noqa: F401  (a fixture)
 
-from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 
@@ -17,7 +16,7 @@ def judge(path, body, count):
     return {"choices": [{"message": {"role": "assistant", "content": f"Score: {len(json.dumps(body)) % 10}"}}]}
 
 
-def test_a_recipe_of_ten_components_trains(serve, tmp_path):  # noqa: F811
+def test_a_recipe_of_ten_components_trains(serve, quickstart_model, tmp_path):  # noqa: F811
     reward_model = test_reward_model.save(tmp_path / "rm", max_position_embeddings=512)
     entries = [
         {"name": "accuracy", "weight": 1.0, "timeout": 30, "on_error": "none"},
@@ -39,7 +38,7 @@ def test_a_recipe_of_ten_components_trains(serve, tmp_path):  # noqa: F811
         {"name": "code", "weight": 0.2, "when": "tests"},
     ]
     recipe = {
-        "model_name_or_path": str(ensure_model(directory=tmp_path / "cache", steps=2)),
+        "model_name_or_path": quickstart_model,
         "dataset_name": "quickstart/addition",
         "loss_type": "dr_grpo",
         "reward_funcs": entries,

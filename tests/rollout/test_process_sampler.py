@@ -1,9 +1,8 @@
 """A process beside the trainer samples what the trainer's own would with the same random numbers, bit for bit."""
 
 import os
+import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -24,6 +23,7 @@ from grpo_ext.rollout.seeds import drawn
 from grpo_ext.rollout.transformers_engine import GroupedEngine
 from grpo_ext.rollout.vllm.weights import Rounding, effective_weights
 from support import tiny
+from support.processes import PATIENCE, start_forked
 from support.trainers import build
 
 CONTEXTS = [[5, 6, 7], [5, 6, 7], [9, 8], [9, 8], [4], [4]]
@@ -218,6 +218,7 @@ ORPHAN = """
 import os, signal, sys
 sys.path[:0] = {path!r}
 from support import tiny
+from support.processes import PATIENCE, start_forked
 from rollout.test_process_sampler import CONTEXTS, endless, streams
 from grpo_ext.rollout.process.policy import process_sampler
 
@@ -238,11 +239,16 @@ def test_the_process_ends_with_the_trainer(number, tmp_path):
     script = tmp_path / "orphan.py"
     path = [os.path.dirname(os.path.dirname(__file__))]
     script.write_text(ORPHAN.format(path=path, folder=str(tmp_path)))
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as trainer:
-        pid = next(int(line.split()[1]) for line in trainer.stdout if line.startswith("child"))
-        time.sleep(0.5)
-        trainer.send_signal(number)
-        trainer.wait(60)
+    [trainer] = start_forked([str(script)], said := tmp_path / "said")
+    deadline = time.monotonic() + PATIENCE
+    while not said.exists() or not (found := re.search(r"^child (\d+)\n", said.read_text(), re.MULTILINE)):
+        assert trainer.poll() is None, said.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    pid = int(found[1])
+    time.sleep(0.5)
+    trainer.send_signal(number)
+    trainer.wait(60)
     deadline = time.monotonic() + 30
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.1)

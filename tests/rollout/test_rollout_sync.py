@@ -17,7 +17,6 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_ext import GRPOExtConfig
 from grpo_ext.commands import serve
 from grpo_ext.errors import RolloutDrift
-from grpo_ext.quickstart.model import ensure_model
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rollout.vllm import generation, plugin
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
@@ -442,11 +441,6 @@ def test_an_address_without_a_server_is_reported():
         server_facts(f"http://127.0.0.1:{free_port()}")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(ensure_model(directory=tmp_path_factory.mktemp("cache"), steps=2))  # hardly warmed up
-
-
 def packaged(model, **settings):
     given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     return load_recipe(["--config", "quickstart/grpo-vllm-server", "--model_name_or_path", model, *given])
@@ -458,10 +452,10 @@ def flags(recipe) -> dict[str, str]:
 
 
 @needs_vllm
-def test_a_server_gets_the_flags_that_its_recipe_needs(model):
-    recipe = packaged(model)
+def test_a_server_gets_the_flags_that_its_recipe_needs(quickstart_model):
+    recipe = packaged(quickstart_model)
     found = flags(recipe)
-    assert found["--model"] == model
+    assert found["--model"] == quickstart_model
     assert found["--host"] == "127.0.0.1"
     assert found["--dtype"] == "float32"
     assert found["--logprobs-mode"] == "processed_logprobs"
@@ -473,18 +467,18 @@ def test_a_server_gets_the_flags_that_its_recipe_needs(model):
 
 
 @needs_vllm
-def test_a_server_on_a_cpu_beside_training_cuts_no_prompt(model):
+def test_a_server_on_a_cpu_beside_training_cuts_no_prompt(quickstart_model):
     name = "--max-num-batched-tokens"
-    assert name not in flags(packaged(model))
-    assert flags(packaged(model, rollout_ahead=1))[name] == "16384"
+    assert name not in flags(packaged(quickstart_model))
+    assert flags(packaged(quickstart_model, rollout_ahead=1))[name] == "16384"
     own = json.dumps({"max_num_batched_tokens": 512})
-    assert flags(packaged(model, rollout_ahead=1, vllm_engine_kwargs=own))[name] == "512"
+    assert flags(packaged(quickstart_model, rollout_ahead=1, vllm_engine_kwargs=own))[name] == "512"
 
 
 @needs_vllm
-def test_options_of_the_engine_are_words_of_the_servers_command(model):
+def test_options_of_the_engine_are_words_of_the_servers_command(quickstart_model):
     options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "compilation_config": {"mode": 0}}
-    found = serve.command(packaged(model, vllm_engine_kwargs=json.dumps(options)), "127.0.0.1", 8000)
+    found = serve.command(packaged(quickstart_model, vllm_engine_kwargs=json.dumps(options)), "127.0.0.1", 8000)
     assert found[-5:] == [
         *("--kv-cache-dtype", "fp8", "--no-enable-prefix-caching"),
         *("--compilation-config", '{"mode": 0}'),
@@ -520,5 +514,5 @@ def test_options_reach_a_colocated_engine_over_those_of_trl(monkeypatch):
         ("seed", 7, "--seed", "7"),
     ],
 )
-def test_a_setting_of_the_recipe_is_a_flag_of_the_server(setting, value, flag, becomes, model):
-    assert flags(packaged(model, **{setting: value}))[flag] == becomes
+def test_a_setting_of_the_recipe_is_a_flag_of_the_server(setting, value, flag, becomes, quickstart_model):
+    assert flags(packaged(quickstart_model, **{setting: value}))[flag] == becomes

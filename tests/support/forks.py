@@ -1,6 +1,6 @@
 """Scripts in forks of a process that has imported what they need: they start at once, where Python takes 8 seconds.
 
-`forks.py MODULE...` imports the modules, and answers each line of its input, some forks, with their exit codes.
+`forks.py MODULE...` imports the modules, and answers each line of its input, a function's name and its arguments.
 """
 
 import atexit
@@ -8,9 +8,12 @@ import gc
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from multiprocessing import connection, get_context
@@ -19,30 +22,63 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 GRACE = 20.0
 """Seconds that the others have to end once a fork has failed, as under a launcher."""
-TRAINER = ("datasets", "peft", "transformers.trainer", "trl.trainer.grpo_trainer", "grpo_ext.trainer.grpo_trainer")
+TRAINER = ("datasets", "peft", "transformers.trainer", "grpo_ext.trainer.grpo_trainer")  # the last without vLLM
+WITH_DEEPSPEED = ("deepspeed", *TRAINER)
 WITH_VLLM = (*TRAINER, "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
 
 
 class Forks:
     """A process that has imported some modules, and its forks."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, environment: Mapping[str, str]) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, __file__, *modules], **pipes)
+        line = [sys.executable, __file__, *modules]
+        self.process = subprocess.Popen(line, **pipes, env=os.environ | environment)
         atexit.register(self.process.kill)
+
+    def ask(self, *request):
+        """What a function of this file answers there."""
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
 
     def run(
         self, line: list[str], environments: list[dict[str, str]], folder: str, said: str, patience: float
     ) -> list[int]:
         """Exit codes of `python LINE` in each environment, side by side; what they print goes into the file `said`."""
-        print(json.dumps([line, environments, folder, said, patience]), file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
+        return self.ask("exit_codes", line, environments, folder, said, patience)
+
+
+class Fork:
+    """One fork in a session of its own, `python LINE` to those who watch, signal and kill it; as a `Popen`."""
+
+    def __init__(self, forks: Forks, line: list[str], environment: dict[str, str], said: str) -> None:
+        self.forks, self.returncode = forks, None
+        self.pid = forks.ask("start", line, environment, os.getcwd(), said)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.forks.ask("ended", self.pid, 0.0)
+        return self.returncode
+
+    def wait(self, timeout: float = 3600.0) -> int:
+        if self.returncode is None:
+            self.returncode = self.forks.ask("ended", self.pid, timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 @cache
-def forks(*modules: str) -> Forks:
+def forks(*modules: str, environment: tuple[tuple[str, str], ...] = ()) -> Forks:
     """One for all tests of this process."""
-    return Forks(*modules)
+    return Forks(*modules, environment=dict(environment))
 
 
 def become(line: list[str], environment: dict[str, str], folder: str, said: str) -> None:
@@ -50,6 +86,7 @@ def become(line: list[str], environment: dict[str, str], folder: str, said: str)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it may be another one there
     output = os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -85,6 +122,30 @@ def exit_codes(
     return [rank.exitcode for rank in ranks]
 
 
+STARTED = {}
+
+
+def alone(*given) -> None:
+    """Be a process whose signals are not those that the tests ignore."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    become(*given)
+
+
+def start(line: list[str], environment: dict[str, str], folder: str, said: str) -> int:
+    process = get_context("fork").Process(target=alone, args=(line, environment, folder, said))
+    process.start()
+    STARTED[process.pid] = process
+    return process.pid
+
+
+def ended(pid: int, patience: float) -> int | None:
+    """Its exit code, or None where it goes on after some seconds."""
+    STARTED[pid].join(patience)
+    return STARTED[pid].exitcode
+
+
 def main() -> None:
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what reads or prints here does not meddle with them
@@ -92,8 +153,8 @@ def main() -> None:
     for module in sys.argv[1:]:
         import_module(module)
     gc.freeze()  # a collection in a fork would copy all of the memory
-    for asked in map(json.loads, iter(requests.readline, "")):
-        print(json.dumps(exit_codes(*asked)), file=answers, flush=True)
+    for function, *given in map(json.loads, iter(requests.readline, "")):
+        print(json.dumps(globals()[function](*given)), file=answers, flush=True)
     os._exit(0)  # at once
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from support.forks import TRAINER, forks
+from support.forks import TRAINER, WITH_DEEPSPEED, Fork, forks
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
 PATIENCE = 1200
@@ -50,8 +50,14 @@ def run(command: list[str], **environment: str) -> str:
 def rank_environments(config: Path) -> list[dict[str, str]]:
     """What `accelerate launch --config_file CONFIG` tells each process of one machine."""
     asked = ["--config_file", str(config), "--main_process_port", free_port(), "a script"]
-    args, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
-    told, count = prepare_multi_gpu_env(args), str(args.num_processes)
+    args, defaults, mixed = _validate_launch_command(launch_command_parser().parse_args(asked))
+    if args.use_deepspeed:
+        fields = [*defaults.deepspeed_config, *["mixed_precision"] * mixed]
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        _, told = prepare_deepspeed_cmd_env(args)
+    else:
+        told = prepare_multi_gpu_env(args)
+    count = str(args.num_processes)
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": args.master_port}
     told |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     return [told | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(args.num_processes)]
@@ -66,12 +72,15 @@ def forked(
 ) -> subprocess.CompletedProcess:
     """`python LINE` in a fork that has imported `modules`, or in one for each rank of a launch configuration.
 
-    Not for DeepSpeed, which others see when they are imported, nor for what watches or kills processes.
+    A configuration of DeepSpeed has forks of its own, for others would see what they have imported.
     """
     each = [os.environ] if config is None else rank_environments(config)
-    environments = [one | ENVIRONMENT | environment for one in each]
+    zero = config is not None and "deepspeed_config" in config.read_text()
+    told = with_deepspeed() if zero else {}
+    origin = forks(*(WITH_DEEPSPEED if zero else modules), environment=tuple(told.items()))
+    environments = [one | ENVIRONMENT | told | environment for one in each]
     with tempfile.NamedTemporaryFile("r") as said:
-        codes = forks(*modules).run(list(map(str, line)), environments, os.path.abspath(cwd), said.name, PATIENCE)
+        codes = origin.run(list(map(str, line)), environments, os.path.abspath(cwd), said.name, PATIENCE)
         return subprocess.CompletedProcess(line, next(filter(None, codes), 0), said.read(), "")
 
 
@@ -80,6 +89,12 @@ def run_forked(*line: object, **options) -> str:
     done = forked(*line, **options)
     assert done.returncode == 0, done.stdout[-9000:]
     return done.stdout
+
+
+def start_forked(line: list[str], said: Path, *, config: Path | None = None, **environment: str) -> list[Fork]:
+    """`python LINE` as a `Popen` for each rank of a launch configuration, for what watches or kills processes."""
+    each = [os.environ] if config is None else rank_environments(config)
+    return [Fork(forks(*TRAINER), line, one | ENVIRONMENT | environment, str(said)) for one in each]
 
 
 def with_deepspeed() -> dict[str, str]:

@@ -71,6 +71,9 @@ def spread(completions, **_):
     return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
 
 
+FEW = ("--per_device_train_batch_size", "8", "--reward_workers", "1")
+FEW += ("--eval_sets", '[{"name": "held_out", "limit": 4}]')
+"""Options that let a packaged recipe train and evaluate few rows."""
 TRAINING = {
     "use_cpu": True,
     "bf16": False,

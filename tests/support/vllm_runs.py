@@ -14,7 +14,7 @@ import psutil
 import requests
 
 from support.forks import WITH_VLLM
-from support.processes import PATIENCE, forked, launcher
+from support.processes import PATIENCE, forked
 
 TESTS = Path(__file__).parents[1]
 RUN = TESTS / "rollout" / "real_vllm" / "run.py"
@@ -117,17 +117,14 @@ class Server:
         return thread
 
 
-def train(output: Path, mode: str, model: str, *, launch: Path | None = None, check=True, env=None, **settings):
+def train(
+    output: Path, mode: str, model: str, *, launch: Path | None = None, check=True, environment=None, **settings
+):
     """Run `run.py` to its end; what it wrote and what it said."""
     output.mkdir(parents=True, exist_ok=True)
     line = [str(RUN), str(output), json.dumps({"mode": mode, "model": model} | settings)]
-    if env:
-        done = subprocess.run(
-            [*launcher(launch), *line], capture_output=True, text=True, env=ENV | env, timeout=PATIENCE
-        )
-    else:
-        done = forked(*line, config=launch, modules=WITH_VLLM, PYTHONWARNINGS="ignore")
-    said = (done.stdout + done.stderr)[-12000:]
+    done = forked(*line, config=launch, modules=WITH_VLLM, PYTHONWARNINGS="ignore", **(environment or {}))
+    said = done.stdout[-12000:]
     assert not check or done.returncode == 0, said
     written = output / "log.json"
     return json.loads(written.read_text()) if written.exists() else None, said, done.returncode

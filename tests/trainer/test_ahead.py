@@ -136,11 +136,11 @@ CASES = {
 }
 
 
-DISTANCES = [2, pytest.param(1, marks=pytest.mark.slow)]
+ONE_AHEAD = ("plain", "several steps a generation", "dynamic sampling")
+DISTANCES = [*((case, 2) for case in CASES), *(pytest.param(case, 1, marks=pytest.mark.slow) for case in ONE_AHEAD)]
 
 
-@pytest.mark.parametrize("ahead", DISTANCES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "ahead"), DISTANCES)
 def test_the_bits_are_those_of_sampling_in_sequence_by_older_weights(case, ahead, tmp_path):
     trainer = trained(tmp_path / "ahead", ahead, **CASES[case])
     assert_same(trainer, trained(tmp_path / "sequence", ahead, in_sequence=True, **CASES[case]))

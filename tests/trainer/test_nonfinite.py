@@ -43,8 +43,10 @@ WHERE = {  # place: what the message says of it
 }
 
 
-@pytest.mark.parametrize(("value", "step"), [(math.nan, 1), (math.inf, 2), (math.nan, 4)])
-@pytest.mark.parametrize("place", WHERE)
+@pytest.mark.parametrize(
+    ("place", "value", "step"),
+    [("loss", math.nan, 1), ("loss", math.inf, 2), ("gradient", math.inf, 2), ("logps", math.nan, 4)],
+)
 def test_the_run_stops_before_the_step_and_names_what_was_first(place, value, step, model_path, tmp_path, clean):
     m = 1 + step % 2
     trainer = poisoned.build(model_path, tmp_path).arm(place, value=value, step=step, micro_batch=m)
@@ -191,14 +193,16 @@ def test_masked_tokens_may_be_nonfinite(model_path, tmp_path, clean):
 
 
 @pytest.mark.slow
-def test_a_poisoned_last_step_of_a_recipe_ends_with_2_and_saves_no_model(tmp_path, monkeypatch, capsys):
+def test_a_poisoned_last_step_of_a_recipe_ends_with_2_and_saves_no_model(
+    quickstart_model, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(
         "grpo_ext.train.GRPOExtTrainer",
         type("P", (poisoned.Poisoned,), {"place": "loss", "step": 2, "micro_batch": 1}),
     )
     argv = ["--config", "quickstart/grpo", "--max_steps", "2", "--output_dir", str(tmp_path), "--save_steps", "1"]
     with pytest.raises(SystemExit) as left:
-        main([*argv, "--report_to", "none", "--eval_strategy", "no"])
+        main([*argv, "--report_to", "none", "--model_name_or_path", quickstart_model, *tiny.FEW])
     assert left.value.code == 2
     printed = capsys.readouterr()
     assert "Step 2 of 2: nan in the loss" in printed.err

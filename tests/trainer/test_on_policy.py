@@ -113,13 +113,13 @@ def sample(count):
     return [c for combinations in each for c in random.Random(combinations[0][0]).sample(combinations, count)]
 
 
-@pytest.mark.parametrize("combination", sample(2), ids=" ".join)
+@pytest.mark.parametrize("combination", sample(1), ids=" ".join)
 def test_the_log_ratio_is_zero(combination, folders, tmp_path, log_ratios):
     check(combination, folders, tmp_path, log_ratios)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("combination", sample(4), ids=" ".join)
+@pytest.mark.parametrize("combination", sample(3), ids=" ".join)
 def test_the_log_ratio_is_zero_in_many_combinations(combination, folders, tmp_path, log_ratios):
     check(combination, folders, tmp_path, log_ratios)
 
@@ -127,8 +127,10 @@ def test_the_log_ratio_is_zero_in_many_combinations(combination, folders, tmp_pa
 BF16 = {"loss_type": "gspo", "bf16": True, "shared_prefix": "auto"}
 
 
-@pytest.mark.parametrize("windows", ["two windows", "two iterations"])
-@pytest.mark.parametrize("feature", FEATURES)
+IN_WINDOWS = [(feature, ("two windows", "two iterations")[i % 2]) for i, feature in enumerate(FEATURES)]
+
+
+@pytest.mark.parametrize(("feature", "windows"), IN_WINDOWS)
 def test_with_every_feature(feature, windows, folders, tmp_path, log_ratios):
     trainer = train(folders[torch.float32], tmp_path, **(BF16 | WINDOWS[windows] | FEATURES[feature]))
     assert_on_policy(trainer, log_ratios)

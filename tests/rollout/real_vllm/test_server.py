@@ -1,6 +1,5 @@
 """vLLM in a server of its own, started by `grpo-ext serve`, weights sent by gloo."""
 
-import json
 import shutil
 
 import pytest
@@ -8,8 +7,8 @@ import pytest
 from grpo_ext.rollout.vllm.client import Client
 from support import tiny
 from support.commands import command
-from support.processes import machines, needs_deepspeed, on_cpu, with_deepspeed
-from support.vllm_runs import DDP, HEADS, RUN, drifts, free_port, steps, train
+from support.processes import needs_deepspeed, on_cpu
+from support.vllm_runs import DDP, HEADS, drifts, free_port, steps, train
 
 FLOAT32 = 0.02
 """Mean difference in nats above which a run in float32 is stopped."""
@@ -58,8 +57,7 @@ def test_two_trainer_processes_share_one_server(engine, lora, tied, address, tmp
     """Shards of base and adapter are gathered and summed: what is left is float32's rounding."""
     needs_deepspeed(engine)
     settings = {"config": {"max_steps": 5, "learning_rate": 1e-2 if lora else 3e-3}, "lora": lora} | address
-    env = with_deepspeed() if engine == "zero3" else {}
-    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu(engine, tmp_path), env=env, **settings)
+    log, _, _ = train(tmp_path, "server", tied, launch=on_cpu(engine, tmp_path), **settings)
     assert len(drifts(log)) == 5
     assert max(drifts(log)) < ROUNDING
     assert (max(entry.get("sampling/push_rounding", -1) for entry in steps(log)) == 0) == lora
@@ -67,9 +65,9 @@ def test_two_trainer_processes_share_one_server(engine, lora, tied, address, tmp
 
 @pytest.mark.slow
 def test_two_training_machines_and_a_server(tied, address, tmp_path):
-    settings = {"mode": "server", "model": tied, "config": {"max_steps": 5}} | address
-    machines(str(RUN), str(tmp_path), json.dumps(settings))
-    log = json.loads((tmp_path / "log.json").read_text())
+    """Each has one process, the first of its machine."""
+    first = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    log, _, _ = train(tmp_path, "server", tied, launch=DDP, environment=first, **address, config={"max_steps": 5})
     assert len(steps(log)) == 5
     assert len(drifts(log)) == 5
     assert max(drifts(log)) < FLOAT32

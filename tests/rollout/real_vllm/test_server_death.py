@@ -60,7 +60,7 @@ def assert_nothing_lost_or_counted_twice(log, output, batch=BATCH, compared=STEP
 def test_a_run_outlives_the_death_of_its_server(served, tied, address, tmp_path):
     """During a push it dies twice: once more when it has come back and joins the transfer group."""
     faults = {"push": 1, "joining": 1}
-    restarts = served.restarted_after_death(len(faults), pause=5.0)
+    restarts = served.restarted_after_death(len(faults), pause=1.0)
     starts = served.starts
     log, _, _ = train(tmp_path, "server", tied, **address, faults=faults, signal="SIGKILL", config=LONG)
     restarts.join(1)
@@ -178,7 +178,8 @@ def test_a_push_that_is_refused_does_not_wait_for_gloo(served, erring, tied, add
     assert_nothing_lost_or_counted_twice(log, tmp_path)
 
 
-def test_a_signal_while_the_server_is_away_saves_the_last_whole_step_at_once(served, address, tmp_path):
+def test_a_server_ends_with_its_command_and_a_signal_meanwhile_saves_the_last_whole_step(served, address, tmp_path):
+    """The last test here: it leaves no server."""
     served.wait()
     away = {"output_dir": tmp_path / "out", "max_steps": 500, "save_steps": 1, "vllm_server_timeout": 1000}
     away |= {"vllm_group_port": address["group_port"]}
@@ -189,7 +190,8 @@ def test_a_signal_while_the_server_is_away_saves_the_last_whole_step_at_once(ser
         run = subprocess.Popen(list(map(str, line)), stdout=out, stderr=out, env=ENV)
     try:
         until(lambda: (tmp_path / "out" / "checkpoint-2").exists(), run, log)
-        send_all(server_processes(served.port), signal.SIGKILL)
+        served.process.kill()
+        until(lambda: not served.engine_processes_alive(), run, log)
         until(lambda: "Waiting up to" in log.read_text(), run, log)
         run.send_signal(signal.SIGTERM)
         began = time.monotonic()
@@ -199,17 +201,6 @@ def test_a_signal_while_the_server_is_away_saves_the_last_whole_step_at_once(ser
     print(f"from the signal to the end: {time.monotonic() - began:.1f} s")
     assert re.search(r"SIGTERM: saved checkpoint-\d+ of 500 steps. Run the same command to resume.", log.read_text())
     assert "Traceback" not in log.read_text()
-
-
-def test_a_server_ends_with_the_command_that_started_it(served, address):
-    """The last test here: it leaves no server."""
-    served.wait()
-    served.process.kill()
-    served.process.wait(GRACE)
-    deadline = time.monotonic() + PATIENCE
-    while served.engine_processes_alive():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def until(holds, run, log):

@@ -1,14 +1,12 @@
 """Every engine of recipes/accelerate_configs, on two processes: it trains, resumes, and leaves a model that loads."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from support import tiny
-from support.processes import ENVIRONMENT, PATIENCE, launcher, needs_deepspeed, on_cpu, run, run_forked, with_deepspeed
+from support.processes import forked, needs_deepspeed, on_cpu, run_forked
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
@@ -38,10 +36,7 @@ def test_it_trains_resumes_and_leaves_a_model_that_loads(engine, model, tmp_path
     name, changed, kind, sharded = ENGINES[engine]
     file = on_cpu(name, tmp_path, **changed)
     script = str(SCRIPT), "engine", model, str(tmp_path)
-    if kind == ZERO:
-        run([*launcher(file), *script], **with_deepspeed())
-    else:
-        run_forked(*script, config=file)
+    run_forked(*script, config=file)
     facts = torch.load(tmp_path / "facts.pt")
     start = tiny.load(model).state_dict()
     for end in ("whole", "resumed"):
@@ -62,7 +57,6 @@ def test_fsdp_that_would_be_ddp_in_silence_is_refused(model, tmp_path):
         .replace("    make_fsdp_real()\n", "")
         .replace("Path(__file__).parents[2]", repr(str(SCRIPT.parents[2])))
     )
-    command = [*launcher(on_cpu("fsdp2", tmp_path)), str(script), "engine", model, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=PATIENCE)
+    done = forked(script, "engine", model, tmp_path, config=on_cpu("fsdp2", tmp_path))
     assert done.returncode != 0
-    assert "the launch asks for FSDP, and accelerate has started MULTI_CPU" in done.stderr
+    assert "the launch asks for FSDP, and accelerate has started MULTI_CPU" in done.stdout

@@ -1,4 +1,4 @@
-"""Shipped launch configurations train the quickstart: `accelerate launch`, two processes, a recipe."""
+"""Shipped launch configurations train the quickstart: as `accelerate launch` does it, two processes, a recipe."""
 
 from pathlib import Path
 
@@ -7,16 +7,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support import tiny
-from support.processes import CONFIG, launcher, needs_deepspeed, on_cpu, run, with_deepspeed
+from support.processes import CONFIG, launcher, needs_deepspeed, on_cpu, run, run_forked
 
 pytestmark = pytest.mark.slow
-SHIM = Path(__file__).parents[2] / "support" / "fsdp_on_cpu.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "hardly_warm.py", "grpo_ext.train"
 SHIPPED = {path.stem for path in CONFIG.parent.glob("*.yaml")}
 ENGINES = sorted(SHIPPED - {"ddp", "fsdp2_offload", "zero2"}, key=lambda engine: (engine != "zero3", engine))
 """All but those of `test_engines`; on a CPU `ddp` is `cpu_ddp`. With the first, one process of two builds the warm
 model: under ZeRO-3, which must not split it.
 """
-FEW = ("--max_steps", "2", "--per_device_train_batch_size", "8", "--logging_steps", "1", "--warmup_steps", "0")
+STEPS = ("--max_steps", "2", "--logging_steps", "1", "--warmup_steps", "0", *tiny.FEW)
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +27,10 @@ def cache(tmp_path_factory):
 def _train(engine, folder, cache, recipe, *given, processes=2):
     needs_deepspeed(engine)
     config = CONFIG if engine == "cpu_ddp" else on_cpu(engine, folder, processes=processes)
-    program = [str(SHIM), "grpo_ext.train"] if engine.startswith("fsdp") else ["-m", "grpo_ext.train"]
-    command = [*launcher(config), *program, "--config", recipe, *FEW, *given, "--output_dir", str(folder / "out")]
-    environment = with_deepspeed() if engine.startswith("zero") else {}
-    return run(command, GRPO_EXT_CACHE=str(cache), **environment)
+    line = [*map(str, PROGRAM), "--config", recipe, *STEPS, *given, "--output_dir", str(folder / "out")]
+    if processes == 1:  # which the launcher starts otherwise
+        return run([*launcher(config), *line], GRPO_EXT_CACHE=str(cache))
+    return run_forked(*line, config=config, GRPO_EXT_CACHE=str(cache))
 
 
 def _weights(folder):

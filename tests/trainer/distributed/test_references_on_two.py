@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support import tiny
-from support.processes import CONFIG, launcher, needs_deepspeed, on_cpu, run, run_forked, with_deepspeed
+from support.processes import CONFIG, needs_deepspeed, on_cpu, run_forked
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "ranks.py"
@@ -17,10 +17,7 @@ def references(engine, folder):
     """Gradients and KL of five steps on each rank, and how far reference and policy have moved."""
     config = CONFIG if engine == "ddp" else on_cpu(engine, folder)
     line = str(SCRIPT), "references", tiny.save(folder / "model"), str(folder), *ADAPTERS
-    if engine.startswith("zero"):
-        run([*launcher(config), *line], **with_deepspeed())
-    else:
-        run_forked(*line, config=config)
+    run_forked(*line, config=config)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -9,7 +9,7 @@ from grpo_ext.commands import replay
 from grpo_ext.packing.kept import KEPT
 from grpo_ext.trainer.recording import whole
 from support import tiny
-from support.processes import launcher, needs_deepspeed, on_cpu, run, run_forked, with_deepspeed
+from support.processes import needs_deepspeed, on_cpu, run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -22,10 +22,7 @@ def test_two_processes_record_and_one_computes_it_again(launch, truncated, tmp_p
     needs_deepspeed(launch)
     model, config = tiny.save(tmp_path / "model"), on_cpu(launch, tmp_path)
     script = [str(Path(__file__).parent / "ranks.py"), "replay", model, str(tmp_path), *["truncated"] * truncated]
-    if launch == "zero3":
-        run([*launcher(config), *script], **with_deepspeed())
-    else:
-        run_forked(*script, config=config)
+    run_forked(*script, config=config)
     for step, logged in enumerate(json.loads((tmp_path / "log.json").read_text()), 1):
         folder = tmp_path / "run" / "batches" / f"step_{step}"
         contents = whole(folder)

@@ -1,6 +1,5 @@
 """Two real accelerate processes: the same gradient as one process with the same global batch."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,31 +49,3 @@ def test_two_processes_correct_the_sampler_as_one_does(tmp_path):
             torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-12)
         assert two["log"] == pytest.approx(one["log"], rel=1e-12, abs=1e-12)
         assert one["ratios"].unique().numel() > 1
-
-
-def test_a_recipe_trains_under_accelerate_launch(results, tmp_path):
-    """`grpo-ext train --accelerate_config`: two ranks, one output, and a second call that resumes."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"""
-model_name_or_path: {results["start"]}
-dataset_name: reasoning_gym/chain_sum
-dataset_kwargs: {{min_terms: 2, max_terms: 2, size: 64, seed: 1}}
-loss_type: dr_grpo
-reward_funcs: [format, tags, accuracy]
-output_dir: {tmp_path / "out"}
-use_cpu: true
-bf16: false
-gradient_checkpointing: false
-per_device_train_batch_size: 4
-num_generations: 8
-max_completion_length: 8
-max_steps: 2
-save_steps: 1
-""")
-    command = [sys.executable, "-m", "grpo_ext.commands.cli", "train", "--accelerate_config", str(CONFIG)]
-    run([*command, "--config", str(recipe)])
-    assert (tmp_path / "out" / "checkpoint-2" / "objective.json").exists()
-    assert (tmp_path / "out" / "model.safetensors").exists()
-    output = run([*command, "--config", str(recipe), "--max_steps", "3"])
-    assert "Resuming from" in output
-    assert (tmp_path / "out" / "checkpoint-3").exists()
