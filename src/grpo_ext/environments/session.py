@@ -16,11 +16,12 @@ from contextlib import closing, suppress
 from enum import StrEnum
 from typing import Any, SupportsFloat, cast
 
+from grpo_ext.child_processes import traceback_tail
 from grpo_ext.environments.content import TEXT_ONLY_CURE, is_parts, medium, parts_text
 from grpo_ext.environments.protocol import REWARD, Conversation, Message, Step
 from grpo_ext.environments.tools import methods_of
-from grpo_ext.rewards.workers.frames import frame, read_frame
-from grpo_ext.rewards.workers.worker import safe_repr, traceback_tail
+from grpo_ext.frames import frame, read_frame
+from grpo_ext.rewards.workers.worker import safe_repr
 
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]{4,}")
 """How Python shows an object that has no text of its own; the number differs from run to run."""
