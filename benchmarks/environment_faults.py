@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.rewards.workers.child import FOLDER_PREFIX
+from grpo_ext.child_processes import FOLDER_PREFIX
 from grpo_ext.rollout.seeds import Source, numbered
 from support import tiny, worlds
 

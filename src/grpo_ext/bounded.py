@@ -1,8 +1,9 @@
-"""Read text that somebody else may have written: regular files only, bounded in size and in depth."""
+"""Read what somebody else may have written: regular files only, bounded in size and in depth; finite numbers."""
 
 import json
 import re
 import stat
+import sys
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,13 @@ MAX_DEPTH = 100
 """Most lists and objects inside each other."""
 LARGEST = 2**26
 """Most bytes of a file of settings or records."""
+
+
+def finite(value: object) -> float | None:
+    """Return a finite number as a float; None for any other value, also for a bool."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
 
 
 def read_text(path: Path, largest: int = LARGEST) -> str:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
+from grpo_ext.child_processes import kill_children
 from grpo_ext.config.adapters import Base, base_of, with_adapter
 from grpo_ext.config.launch import check_announced, rank, write_exit_code
 from grpo_ext.config.mappings import as_mapping
@@ -47,7 +48,6 @@ from grpo_ext.recipe.look import Look, findings, prompt_findings
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.runtime import Runtime
-from grpo_ext.rewards.workers.child import kill_children
 from grpo_ext.terminal import safe_output
 from grpo_ext.trainer.card import make_repository
 from grpo_ext.trainer.checkpoints.identity import record_of

@@ -17,7 +17,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.files import read_yaml
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.rewards import references
+from grpo_ext.rewards import columns
 from grpo_ext.rewards.composition import parse_rewards
 from support import mistaken
 from support.commands import command
@@ -209,10 +209,10 @@ def test_some_unreadable_references_are_counted_with_the_place_of_the_first():
 
 
 def test_of_many_references_a_sample_is_read(monkeypatch):
-    monkeypatch.setattr(references, "SAMPLE", 4)
+    monkeypatch.setattr(columns, "READ_AHEAD", 4)
     data = Dataset.from_dict({"solution": ["0", "1", "2", None, "4", "5", "6", "7", None]})
     (spec,), _ = parse_rewards(["accuracy"])
-    ((sentence, of_all),) = references.unreadable([spec], data)
+    ((sentence, of_all),) = columns.unreadable([spec], data)
     assert not of_all
     assert "cannot read 1 of 3 solutions (one row in 3 was read)" in str(sentence)
     assert "The first is row 3 (from 0): None" in str(sentence)

@@ -1,7 +1,7 @@
 """The loop with real environments in real processes and a scripted policy."""
 
-import fcntl
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +14,13 @@ import psutil
 import pytest
 from tokenizers import decoders
 
+from grpo_ext.child_processes import FOLDER_PREFIX, LOADING_SECONDS
 from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.loop import AttemptLimits, Attempts, Task
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.session import EnvironmentFailed
 from grpo_ext.objective.trajectory import Sample
-from grpo_ext.rewards.workers.child import FOLDER_PREFIX, LOADING_SECONDS
 from support import tiny, worlds
 from support.processes import PATIENCE
 
@@ -170,7 +170,7 @@ def test_the_state_of_a_turn_is_the_observation_though_a_template_rewrites_the_h
 def test_on_error_may_name_a_reward(hosts):
     [lost], _ = run(hosts, tasks(spec(on_error=-1.0), [{"fault": "exits"}]))
     assert (lost.reward, [turn.reward for turn in lost.turns]) == (-1.0, [None, None])
-    assert lost.failure == "died: it ended its process with exit code 3"
+    assert lost.failure == "died: it ended with exit code 3"
 
 
 def test_each_attempt_fails_if_the_class_cannot_be_imported(hosts, tmp_path):
@@ -228,10 +228,17 @@ def test_temporary_files_and_open_environments_are_removed(hosts):
     assert len(processes() - others) == 1
 
 
-def test_many_unread_exit_messages_do_not_block_the_fork_server(hosts):
-    """Exit messages of forks may exceed any pipe; here the pipe is short."""
+def test_many_unread_exit_messages_do_not_block_the_fork_server(hosts, monkeypatch):
+    """Exit messages of forks may exceed any socket; here they are short."""
+    made = socket.socketpair
+
+    def short(*kind):
+        for end in (pair := made(*kind)):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return pair
+
+    monkeypatch.setattr(socket, "socketpair", short)
     lines = [hosts.open(spec(), 0)]
-    fcntl.fcntl(lines[0].server._child.stream.incoming, fcntl.F_SETPIPE_SZ, 4096)
 
     def churn():
         for _ in range(200):
@@ -245,7 +252,7 @@ def test_many_unread_exit_messages_do_not_block_the_fork_server(hosts):
     lost._child.process.kill()
     lost._child.process.wait()
     hosts.open(spec(), 0).close()
-    # its pipes are closed: others may have their numbers
+    # its sockets are closed: others may have their numbers
     with pytest.raises(EnvironmentFailed, match="died: it closed its end"):
         _answer(lines[0])
     lines[0].close()

@@ -15,7 +15,7 @@ from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.hosts import Connection, answers
 from grpo_ext.environments.protocol import Conversation
 from grpo_ext.environments.session import Session, serve_session
-from grpo_ext.rewards.workers.frames import HEADER, frame, read_frame
+from grpo_ext.frames import HEADER, frame, read_frame
 from support.processes import PATIENCE
 
 LONG = "a" * 2**22

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_ext import child_processes
+from grpo_ext.child_processes import kill_children, remove_stale_folders
 from grpo_ext.rewards.columns import with_plain_state
-from grpo_ext.rewards.workers import child, pool
-from grpo_ext.rewards.workers.child import kill_children, remove_stale_folders
+from grpo_ext.rewards.workers import pool
 from grpo_ext.rewards.workers.pool import Job, Outcome, Pool, Status, Worker
 
 
@@ -25,7 +26,7 @@ def temp(tmp_path, monkeypatch):
 
 
 def folder(temp: Path, process: int | str, namespace: int) -> Path:
-    made = temp / f"{child.FOLDER_PREFIX}{namespace}_{process}_abc"
+    made = temp / f"{child_processes.FOLDER_PREFIX}{namespace}_{process}_abc"
     made.mkdir()
     (made / "file").write_text("")
     return made
@@ -34,7 +35,7 @@ def folder(temp: Path, process: int | str, namespace: int) -> Path:
 def test_only_what_belongs_to_nobody_is_removed(temp):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    here = child._pid_namespace()
+    here = child_processes._pid_namespace()
     left, ours, another = (
         folder(temp, gone.pid, here),
         folder(temp, os.getpid(), here),
@@ -46,7 +47,7 @@ def test_only_what_belongs_to_nobody_is_removed(temp):
 
 @pytest.mark.parametrize("process", ["9" * 10, "9" * 25, "9" * 200, "-1", "0", "1e9", "\u0663", "x"])
 def test_a_folder_without_a_pid_of_ours_is_left(temp, process):
-    made = folder(temp, process, child._pid_namespace())
+    made = folder(temp, process, child_processes._pid_namespace())
     remove_stale_folders()
     assert made.exists()
 
@@ -54,24 +55,24 @@ def test_a_folder_without_a_pid_of_ours_is_left(temp, process):
 def test_a_folder_of_another_user_is_left(temp, monkeypatch):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    made = folder(temp, gone.pid, child._pid_namespace())
+    made = folder(temp, gone.pid, child_processes._pid_namespace())
     monkeypatch.setattr(os, "getuid", lambda: made.lstat().st_uid + 1)
     remove_stale_folders()
     assert made.exists()
 
 
 def test_all_workers_of_a_process_end_at_once_and_none_is_started_for_them(temp, monkeypatch):
-    monkeypatch.setattr(child, "_starting", threading.Lock())  # which is kept
+    monkeypatch.setattr(child_processes, "_starting", threading.Lock())  # which is kept
     with closing(Pool(2)) as workers:
         workers.run([Job("support.faulty:letters", {"completions": ["a"]}, 60.0)] * 2)
         processes = [worker.process for worker in workers._workers]
-        assert len(list(temp.glob(f"{child.FOLDER_PREFIX}*"))) == len(processes) > 0
+        assert len(list(temp.glob(f"{child_processes.FOLDER_PREFIX}*"))) == len(processes) > 0
         kill_children()
         assert all(process.poll() is not None for process in processes)
         late = threading.Thread(target=Worker, args=(1.0,), daemon=True)
         late.start()
         late.join(0.5)
-        assert not list(temp.glob(f"{child.FOLDER_PREFIX}*"))
+        assert not list(temp.glob(f"{child_processes.FOLDER_PREFIX}*"))
 
 
 def test_the_time_in_which_the_end_of_a_worker_is_awaited_is_not_counted_for_others(monkeypatch):

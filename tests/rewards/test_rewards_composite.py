@@ -211,6 +211,7 @@ def test_repeated_log_names(my_rewards):
     [
         (["tags"], [1.0, 2.0], "reward_weights=[1.0, 2.0]: 2 weights for 1 rewards"),
         (["tags"], [float("nan")], "reward_weights[0]=nan: not a finite number"),
+        (["tags"], [10**400], "not a finite number"),
         (["tags"], [True], "reward_weights[0]=True"),
         (["tags"], 1.0, "reward_weights=1.0: not a list"),
         (["tags"], "1", "reward_weights='1': not a list"),

@@ -17,11 +17,12 @@ import pytest
 import torch
 from test_rewards_runtime import BATCH, spec
 
+from grpo_ext import child_processes
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.containment import for_trl
-from grpo_ext.rewards.workers import child, pool
+from grpo_ext.rewards.workers import pool
 from support import faulty
 from support.processes import PATIENCE
 
@@ -212,7 +213,7 @@ def test_a_timeout_that_nothing_applies_is_refused(entry, cure):
 
 
 def test_a_worker_that_stops_reading_is_replaced(runtime, monkeypatch):
-    monkeypatch.setattr(child, "LOADING_SECONDS", 5.0)
+    monkeypatch.setattr(child_processes, "LOADING_SECONDS", 5.0)
     rewards = runtime(spec("doze", timeout=1.0, independent=True), workers=1)
     assert score(rewards, ["stop"], big=["x"]) == [1.0]
     time.sleep(0.5)
@@ -224,7 +225,7 @@ def test_a_worker_that_stops_reading_is_replaced(runtime, monkeypatch):
     [("import time; time.sleep(1e6)", "did not answer"), ("raise SystemExit(3)", "exit code 3")],
 )
 def test_a_worker_that_never_reads_is_given_up(program, reason, runtime, monkeypatch, caplog):
-    monkeypatch.setattr(child, "LOADING_SECONDS", 0.5 if "sleep" in program else PATIENCE)
+    monkeypatch.setattr(child_processes, "LOADING_SECONDS", 0.5 if "sleep" in program else PATIENCE)
     monkeypatch.setattr(pool, "PROGRAM", program)
     assert score(runtime(spec("doze", timeout=0.5), workers=1), ["a"], big=["x" * (1 << 20)]) == [None]
     assert reason in caplog.text
@@ -235,7 +236,7 @@ def test_a_machine_without_room_for_a_process_fails_the_batch(runtime, monkeypat
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(child.subprocess, "Popen", refuse)
+    monkeypatch.setattr(child_processes.subprocess, "Popen", refuse)
     before = os.listdir("/dev/fd")
     assert score(runtime(spec("none"), spec("text"), workers=1)) == [None] * 4
     assert "no more processes" in caplog.text
@@ -362,7 +363,7 @@ def test_nothing_that_a_function_writes_to_its_pipe_is_executed_or_ends_the_run(
 
 
 def test_an_answer_beyond_the_limit_is_not_read(runtime, monkeypatch, caplog):
-    monkeypatch.setattr(child, "LARGEST_ANSWER", 1000)
+    monkeypatch.setattr(child_processes, "LARGEST_ANSWER", 1000)
     assert score(runtime(spec("annotated"), workers=1), ["x" * 1000]) == [None]
     assert "at most 1000 are read" in caplog.text
 

@@ -235,7 +235,7 @@ async def raises_in_coroutine(completions, **_):
     raise ERROR
 
 
-# Rewards that write to the pipe of their worker.
+# Rewards that write to the socket of their worker.
 
 
 class Made:
@@ -253,7 +253,7 @@ def pickle_that_makes(path) -> bytes:
 
 def forges(completions, *, body: bytes, **_):
     if any(map(_is_bad, completions)):
-        os.write(int(sys.argv[2]), len(body).to_bytes(8, "little") + body)
+        os.write(int(sys.argv[1]), len(body).to_bytes(8, "little") + body)
         time.sleep(1e6)
     return [1.0] * len(completions)
 

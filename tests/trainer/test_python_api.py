@@ -12,10 +12,9 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig, LlamaForSequenceClassification, Mxfp4Config, QuantoConfig
 
-from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
+from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer, child_processes
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.runtime import Component
-from grpo_ext.rewards.workers import child
 from grpo_ext.trainer.callbacks import Progress, ProgressBar, clock, line
 from grpo_ext.trainer.setup import is_tied, quantized_problems
 from support import tiny
@@ -97,7 +96,7 @@ def test_workers_end_with_training_and_begin_again(tmp_path):
         one.train()
         assert one.state.log_history[0]["rewards/tags/mean"] == 0.0
         assert one.state.log_history[0]["rewards/tags/errors"] == 0
-        assert not child._children
+        assert not child_processes._children
 
 
 def generator():

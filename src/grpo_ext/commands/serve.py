@@ -1,7 +1,6 @@
 """`grpo-ext serve`: start the vLLM server of a recipe, with the flags that the recipe requires."""
 
 import argparse
-import ctypes
 import json
 import os
 import signal
@@ -11,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlparse
 
 import requests
 import torch
 
+from grpo_ext.child_processes import die_with_parent, kill_group
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.config.process_engine import samples_by_server
@@ -31,7 +32,6 @@ from grpo_ext.rollout.vllm.kept import TIES
 from grpo_ext.rollout.vllm.server import PROBE, Wanted
 
 STOP_SECONDS = 20.0
-_PR_SET_PDEATHSIG = 1
 MANY_TOKENS = 16384
 """Tokens of a step of vLLM on a CPU, so that no prompt is cut over two: it then fails where requests have seeds."""
 
@@ -154,7 +154,8 @@ def run_server(recipe: Recipe, host: str, port: int | None, extra: Sequence[str]
         )
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a script ignore it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up as after Ctrl-C
-    process = subprocess.Popen(line, env=environment(recipe), start_new_session=True, preexec_fn=_end_with_parent)
+    end = partial(die_with_parent, os.getpid(), signal.SIGTERM)
+    process = subprocess.Popen(line, env=environment(recipe), start_new_session=True, preexec_fn=end)
     try:
         if _wait_until_healthy(process, f"http://{here}:{port}"):
             print(f"vLLM is up. In another terminal:\n\n    {hint}\n\nCtrl-C stops it.", flush=True)
@@ -165,13 +166,8 @@ def run_server(recipe: Recipe, host: str, port: int | None, extra: Sequence[str]
         print("Stopping vLLM.", flush=True)
         return 0
     finally:
-        _stop(process)
-
-
-def _end_with_parent() -> None:
-    """Let Linux end this process when its parent ends, also by SIGKILL."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        kill_group(process, STOP_SECONDS)
 
 
 def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> bool:
@@ -182,17 +178,6 @@ def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> bool:
                 return True
         time.sleep(1)
     return False
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Stop the server and all processes that it has started."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,8 +12,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.content import TEXT_ONLY_CURE, medium
-from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, RESET, is_conversation
+from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, RESET, TEXT_ONLY_CURE, is_conversation, medium
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ABSENT, Problem

@@ -1,14 +1,13 @@
 """The fork server of an environment: a process that imports it once, then forks a process for each attempt.
 
-The parent holds a `ForkServer`; `main` runs in the child. The child reads on its request pipe what to import, and on a
-datagram socket "fork NUMBER SEED" (with the descriptor that the fork serves), "kill NUMBER" or "stop". On its answer
-pipe it reports ["ended", number, exit code]. It reaps its forks itself, so a PID that it kills is always its own, and
-it adopts the processes that forks leave behind and kills them when the last fork is gone. If the parent ends, the
+The parent holds a `ForkServer`; `main` runs in the child. The child reads on its socket what to import, and on a
+datagram socket "fork NUMBER SEED" (with the descriptor that the fork serves), "kill NUMBER" or "stop". On its own
+socket it reports ["ended", number, exit code]. It reaps its forks itself, so a PID that it kills is always its own,
+and it adopts the processes that forks leave behind and kills them when the last fork is gone. If the parent ends, the
 kernel kills the child; if the child ends, the kernel kills its forks.
 """
 
 import contextlib
-import ctypes
 import os
 import pickle
 import select
@@ -21,20 +20,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from grpo_ext.environments.composition import EnvironmentSpec, functions_of, maker_of
-from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, serve_session
-from grpo_ext.rewards.workers.child import (
+from grpo_ext.child_processes import (
     EXIT_SECONDS,
     LOADING_SECONDS,
     Child,
+    adopt_orphans,
     begin,
     describe_exit,
     die_with_parent,
+    traceback_tail,
 )
-from grpo_ext.rewards.workers.frames import FrameError, parsed_json, read_frame, wait
-from grpo_ext.rewards.workers.worker import packed_call, seed_all, send_answer, traceback_tail, unpacked_arguments
+from grpo_ext.environments.composition import EnvironmentSpec, functions_of, maker_of
+from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, serve_session
+from grpo_ext.frames import FrameError, parsed_json, read_frame, wait
+from grpo_ext.rewards.workers.worker import packed_call, seed_all, send_answer, unpacked_arguments
 
 _PROGRAM = "from grpo_ext.environments.fork_server import main; main()"
 PRELOAD = "preload"
@@ -93,7 +94,6 @@ class ForkServer:
         with theirs:
             socket.send_fds(self._control, [f"fork {number} {seed}".encode()], [theirs.fileno()])
         self._running.add(number)
-        ours.setblocking(False)
         return ours
 
     def exit_code(self, number: int) -> int | None:
@@ -116,7 +116,7 @@ class ForkServer:
 
     def kill(self, number: int) -> None:
         """Kill a process."""
-        while number in self._running and self._note_end():  # a pipe full of reports would block the child
+        while number in self._running and self._note_end():  # a socket full of reports would block the child
             continue
         if number in self._running:
             self._send(f"kill {number}")
@@ -142,24 +142,20 @@ class ForkServer:
 
 # In the child.
 
-_PR_SET_CHILD_SUBREAPER = 36
 _ENDING_SECONDS = 3.0
 
 
 def main() -> None:
     """Run the child; descriptors and limits come as arguments."""
-    if not begin():
-        return
-    control = socket.socket(fileno=int(sys.argv[5]))
-    with open(int(sys.argv[1]), "rb") as requests, open(int(sys.argv[2]), "wb") as answers:
-        path, arguments = pickle.loads(read_frame(requests))
+    with begin() as channel, socket.socket(fileno=int(sys.argv[4])) as control:
+        path, arguments = pickle.loads(read_frame(channel.makefile("rb")))
         try:
             make_session = _load(path or None, **unpacked_arguments(arguments))
         except BaseException as error:
-            send_answer(answers, ["failed", traceback_tail(error)])
+            send_answer(channel, ["failed", traceback_tail(error)])
             return
-        send_answer(answers, ["loaded"])
-        _serve_commands(control, requests, answers, make_session)
+        send_answer(channel, ["loaded"])
+        _serve_commands(control, channel, make_session)
 
 
 def _load(path: str | None, tools: Sequence[str], kwargs: Mapping[str, object]) -> Callable[[int], Session]:
@@ -170,24 +166,22 @@ def _load(path: str | None, tools: Sequence[str], kwargs: Mapping[str, object]) 
     return partial(Session, None if environment is None else partial(environment, **kwargs), functions)
 
 
-def _serve_commands(
-    control: socket.socket, requests: BinaryIO, answers: BinaryIO, make_session: Callable[[int], Session]
-) -> None:
-    """Serve commands until "stop", or until the parent closes its pipe."""
+def _serve_commands(control: socket.socket, channel: socket.socket, make_session: Callable[[int], Session]) -> None:
+    """Serve commands until "stop", or until the parent closes its end."""
     forks: dict[int, int] = {}  # pid -> number
     wakeup, wakeup_writer = os.pipe()
     os.set_blocking(wakeup, False)
     os.set_blocking(wakeup_writer, False)
     signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    ours = (control.fileno(), requests.fileno(), answers.fileno(), wakeup, wakeup_writer)
-    _adopt_orphans()
+    ours = (control.fileno(), channel.fileno(), wakeup, wakeup_writer)
+    adopt_orphans()
     while True:
-        sources: list[Any] = [control, requests, wakeup]
+        sources: list[Any] = [control, channel, wakeup]
         readable, _, _ = select.select(sources, [], [])
         received, descriptors, _, _ = socket.recv_fds(control, 256, 1) if control in readable else (b"", [], 0, None)
         command, *numbers = received.decode().split() or [""]
-        if command == "stop" or requests in readable:
+        if command == "stop" or channel in readable:
             for process in forks:
                 _kill(process)
             _end_strays()
@@ -197,7 +191,7 @@ def _serve_commands(
             try:
                 forks[_fork(descriptors[0], make_session, number, seed, ours)] = number
             except OSError:  # too many processes: only this attempt is lost
-                send_answer(answers, ["ended", number, None])
+                send_answer(channel, ["ended", number, None])
             os.close(descriptors[0])
         elif command == "kill":
             for process in [pid for pid, number in forks.items() if number == int(numbers[0])]:
@@ -207,7 +201,7 @@ def _serve_commands(
         for process, code in list(_ended(forks)):
             number = forks.pop(process)
             shutil.rmtree(_folder(number), ignore_errors=True)
-            send_answer(answers, ["ended", number, code])
+            send_answer(channel, ["ended", number, code])
             if not forks:
                 _end_strays()
 
@@ -222,9 +216,7 @@ def _fork(
         return process
     code = 1
     try:
-        die_with_parent()
-        if os.getppid() != parent:
-            os._exit(1)
+        die_with_parent(parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # so that it can be killed with all that it starts
@@ -259,12 +251,6 @@ def _ended(forks: Mapping[int, int]) -> Iterator[tuple[int, int]]:
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             _kill(process)
             yield process, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of the processes that forks leave behind (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _end_strays() -> None:

@@ -9,11 +9,11 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+from grpo_ext.child_processes import describe_exit
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of
 from grpo_ext.environments.fork_server import ForkServer
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, SessionRequest, serve_session
-from grpo_ext.rewards.workers.child import describe_exit
-from grpo_ext.rewards.workers.frames import FrameError, FrameStream, parsed_json, pickled, wait
+from grpo_ext.frames import FrameError, FrameStream, parsed_json, pickled, wait
 
 _LARGEST = 2**26
 """Most bytes of an answer."""
@@ -52,18 +52,18 @@ class Connection:
         session: Session | None = None,
     ) -> None:
         self.spec, self.number, self.channel, self.server, self.session = spec, number, channel, server, session
-        fd = -1 if channel is None else channel.fileno()
-        self.stream = FrameStream(fd, fd, _LARGEST, channel)
+        if channel is not None:
+            self.stream = FrameStream(channel, _LARGEST)
         self.asked, self.seconds, self.extended_until = 0.0, math.inf, 0.0
 
     def ask(self, request: SessionRequest, seconds: float) -> Answer | None:
         """Begin to send a request, to be answered in `seconds`. Return the answer if it is immediate."""
         self.asked, self.seconds, self.extended_until = time.monotonic(), seconds, 0.0
-        self.stream.sent_at = self.asked
         if self.session is not None:
             value = self.session.answer(request)
             failure = ": ".join(value["failed"]) if "failed" in value else None
             return Answer(value, failure, time.monotonic() - self.asked)
+        self.stream.sent_at = self.asked
         self.stream.send(pickled(request))
         return None
 
@@ -152,7 +152,6 @@ class EnvironmentHost:
         if spec.at_once:
             return Connection(spec, number, None, session=session)
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         name = f"environment {spec.name}"
         threading.Thread(target=serve_session, args=(theirs, session), daemon=True, name=name).start()
         return Connection(spec, number, ours)

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from grpo_ext.environments.content import TEXT_ONLY_CURE, is_parts, medium, parts_text
-from grpo_ext.environments.protocol import Message
-from grpo_ext.environments.session import InvalidResult
+from grpo_ext.environments.protocol import Message, is_parts, parts_text
+from grpo_ext.environments.session import InvalidResult, require_text
 from grpo_ext.rewards.workers.worker import safe_repr
 
 LONGEST = 2**20
@@ -36,7 +35,7 @@ def opened(
     opening = _as_text(answer.get("opening"))
     if opening is None or isinstance(opening, str):
         for message in prompt:
-            _require_text(message.get("content"), "the prompt has")
+            require_text(message.get("content"), "the prompt has")
     if opening is None:
         return list(prompt)
     if isinstance(opening, str):
@@ -99,13 +98,8 @@ def _as_text(content: object) -> object:
     Raises:
         InvalidResult: a part is not text.
     """
-    _require_text(content, "it returned")
+    require_text(content, "it returned")
     return parts_text(content) if isinstance(content, list) and is_parts(content) else content
-
-
-def _require_text(content: object, who: str) -> None:
-    if (kind := medium(content)) is not None:
-        raise InvalidResult(f"{who} content of type {kind!r}, and environments carry text only. {TEXT_ONLY_CURE}")
 
 
 def _is_message(message: object) -> bool:

@@ -16,11 +16,20 @@ from contextlib import closing, suppress
 from enum import StrEnum
 from typing import Any, SupportsFloat, cast
 
-from grpo_ext.environments.content import TEXT_ONLY_CURE, is_parts, medium, parts_text
-from grpo_ext.environments.protocol import REWARD, Conversation, Message, Step
+from grpo_ext.child_processes import traceback_tail
+from grpo_ext.environments.protocol import (
+    REWARD,
+    TEXT_ONLY_CURE,
+    Conversation,
+    Message,
+    Step,
+    is_parts,
+    medium,
+    parts_text,
+)
 from grpo_ext.environments.tools import methods_of
-from grpo_ext.rewards.workers.frames import frame, read_frame
-from grpo_ext.rewards.workers.worker import safe_repr, traceback_tail
+from grpo_ext.frames import frame, read_frame
+from grpo_ext.rewards.workers.worker import safe_repr
 
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]{4,}")
 """How Python shows an object that has no text of its own; the number differs from run to run."""
@@ -167,16 +176,23 @@ def _number(value: SupportsFloat | object) -> float:
     raise TypeError(f"{safe_repr(value)} is neither text nor a number. {cure}")
 
 
+def require_text(content: object, who: str) -> None:
+    """Refuse content with a part that is not text; `who` begins the message.
+
+    Raises:
+        InvalidResult: there is one.
+    """
+    if (kind := medium(content)) is not None:
+        raise InvalidResult(f"{who} content of type {kind!r}, and environments carry text only. {TEXT_ONLY_CURE}")
+
+
 def _text(result: object, who: str) -> str:
     """Return a tool's result as the text that the model reads.
 
     Raises:
         InvalidResult: an image, or an object that has no text of its own.
     """
-    if (kind := medium(result)) is not None:
-        raise InvalidResult(
-            f"{who} returned content of type {kind!r}, and environments carry text only. {TEXT_ONLY_CURE}"
-        )
+    require_text(result, f"{who} returned")
     text = parts_text(cast(list[dict[str, Any]], result)) if is_parts(result) else str(result)
     if _shows_address(result):
         raise InvalidResult(

@@ -29,8 +29,7 @@ from grpo_ext.recipe.loading import datasets_of, rows_of
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policies import InspectedPolicy, inspect_policy
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.columns import absences, check_clash
-from grpo_ext.rewards.references import unreadable
+from grpo_ext.rewards.columns import absences, check_clash, unreadable
 
 PROMPTS = 256
 """Number of prompts whose length is measured."""

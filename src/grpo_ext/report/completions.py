@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
+from grpo_ext.bounded import finite
 from grpo_ext.data.rows import Row
 from grpo_ext.report.reading import COMPLETIONS, RunFolder
 from grpo_ext.report.tokens import TOKEN_VALUES, RecordedCompletion, RunRecordings, evenly, recordings
@@ -146,18 +147,18 @@ def _reward_columns(file: pyarrow.Table, run: RunFolder) -> dict[str, str]:
 
 
 def _from_table(row: Mapping[str, Any], parts: Mapping[str, str], path: Path, weights: _Weights) -> Row:
-    scores = {name: _finite(row[column]) for name, column in parts.items()}
+    scores = {name: _rounded(row[column]) for name, column in parts.items()}
     extras = {k: v for k, v in row.items() if k not in (*_OWN, *parts.values()) and v is not None}
-    step = _finite(row.get("step"))
+    step = _rounded(row.get("step"))
     shown = _row(step if step is not None else _step_of(path), row["prompt"], row["completion"], scores, weights)
-    shown["advantage"] = _finite(row.get("advantage"))
+    shown["advantage"] = _rounded(row.get("advantage"))
     shown["extras"] = {clipped(k, 80): clipped(as_text(v), 300) for k, v in list(extras.items())[:_EXTRAS]}
     return shown
 
 
 def _from_recording(step: int, completion: RecordedCompletion, weights: _Weights) -> Row:
     shown = _row(step, completion.prompt, completion.text, completion.rewards, weights)
-    return shown | {"advantage": _finite(completion.advantage), "extras": {}, "tokens": completion.values}
+    return shown | {"advantage": _rounded(completion.advantage), "extras": {}, "tokens": completion.values}
 
 
 def _row(step: float, prompt: object, completion: object, scores: _Weights, weights: _Weights) -> Row:
@@ -166,7 +167,7 @@ def _row(step: float, prompt: object, completion: object, scores: _Weights, weig
     total = sum(score * (1.0 if (w := weights.get(name)) is None else w) for name, score in known.items())
     parts = {printable(name): score for name, score in scores.items()}
     texts = {"prompt": _kept(prompt), "completion": _kept(completion)}
-    return {"step": int(step), **texts, "parts": parts, "reward": _finite(total) if known else None}
+    return {"step": int(step), **texts, "parts": parts, "reward": _rounded(total) if known else None}
 
 
 def _kept(value: object) -> tuple[str, int]:
@@ -175,10 +176,8 @@ def _kept(value: object) -> tuple[str, int]:
     return (text if len(text) <= 2 * most else text[:most] + text[-most:]), len(text)
 
 
-def _finite(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        return None
-    return round(float(value), 6)
+def _rounded(value: object) -> float | None:
+    return None if (number := finite(value)) is None else round(number, 6)
 
 
 def as_text(value: object) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, Template
 from markupsafe import Markup, escape
 
+from grpo_ext.bounded import finite
 from grpo_ext.report import answer
 from grpo_ext.report.completions import browsed, embedded
 from grpo_ext.report.curves import COLOURS, DASHES, EXPLAINED, OTHERS, REWARD, Curve, Picture, curves, pictures
@@ -236,8 +237,8 @@ def _column(run: RunFolder, found: Mapping[str, Any], several: bool) -> str:
 def _cell(figure: Mapping[str, float] | None) -> str:
     if figure is None:
         return ""
-    low, high = figure.get("low", math.nan), figure.get("high", math.nan)
-    if not all(isinstance(end, int | float) and math.isfinite(end) for end in (low, high)):
+    low, high = finite(figure.get("low")), finite(figure.get("high"))
+    if low is None or high is None:
         return f"{figure['mean']:.4g}"
     return f"{figure['mean']:.4g} ({low:.3g} to {high:.3g})"
 

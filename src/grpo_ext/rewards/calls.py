@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from grpo_ext.child_processes import traceback_tail
 from grpo_ext.rewards.columns import Columns, readable_columns, scorable_rows, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import from_outside
@@ -12,7 +13,7 @@ from grpo_ext.rewards.outcomes import Part, failure
 from grpo_ext.rewards.signatures import is_async
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Status
-from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards, logging_callbacks, traceback_tail
+from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards, logging_callbacks
 
 ISOLATION_BUDGET = 2.0
 """Time, in timeouts, for scoring the completions of a failed batch one by one."""

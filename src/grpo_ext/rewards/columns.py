@@ -1,4 +1,4 @@
-"""The columns of a batch: those of some rows, and those that can be sent to a worker."""
+"""The columns of a batch: what rewards need of them, those of some rows, and those that can be sent to a worker."""
 
 import pickle
 import re
@@ -16,6 +16,9 @@ from grpo_ext.rewards.text import content_text
 CALLBACKS = ("log_extra", "log_metric")
 PLURALS = {"prompts": "prompt", "completions": "completion"}
 """TRL's names of columns, and their names in a row of a file."""
+READ_AHEAD = 256
+"""Most rows whose references are read before training: one takes milliseconds."""
+_COMPLETION = [{"role": "assistant", "content": "0"}]
 
 Columns = Mapping[str, Any]
 """The columns of a batch by name, and TRL's `trainer_state` and callbacks."""
@@ -84,6 +87,34 @@ def absences(
                 cure = f"Set its option {option}, or add the column."
             reason = f"it cannot score any row, since {source} has no column {name!r}"
             yield Problem("reward", spec.name, reason, cure)
+
+
+def unreadable(specs: list[RewardSpec], dataset: object) -> Iterator[tuple[Problem, bool]]:
+    """Yield, for each of our rewards that compares with `solution`, those it cannot read, and whether it is all."""
+    from datasets import Dataset
+
+    if not isinstance(dataset, Dataset) or "solution" not in dataset.column_names:
+        return
+    step = -(-len(dataset) // READ_AHEAD)
+    rows = list(range(0, len(dataset), step))
+    solutions = list(dataset.select(rows)["solution"])
+    for spec in specs:
+        if spec.weight == 0 or spec.is_model or not spec.is_registered or needs(spec.callable) != ["solution"]:
+            continue
+        columns = {"completions": [_COMPLETION] * len(rows), "completion_ids": [[0]] * len(rows)}
+        try:
+            values = spec.callable(solution=solutions, **columns, **spec.kwargs)
+        except Exception:  # TRL's own raise for what they cannot read; that is reported when they score
+            continue
+        bad = [i for i, value in enumerate(values) if value is None]
+        if bad:
+            among = f"{len(rows)} solutions" + ("" if step == 1 else f" (one row in {step} was read)")
+            reason = (
+                f"it cannot read {len(bad)} of {among}: no score for those rows. The first is row {rows[bad[0]]} "
+                f"(from 0): {solutions[bad[0]]!r:.80}"
+            )
+            cure = "Correct them; answer_format and answer_column set how and where answers are given."
+            yield Problem("reward", spec.name, reason, cure), len(bad) == len(rows)
 
 
 def scorable_rows(spec: RewardSpec, columns: Columns) -> list[int]:

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 
 from beartype.door import is_bearable
 
+from grpo_ext.bounded import finite
 from grpo_ext.config.spec import Spec
 from grpo_ext.errors import ABSENT, Problem, UnknownNameError
 from grpo_ext.objective.options import Ascending, Within
 from grpo_ext.registry import did_you_mean, located
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.protocol import OptionError, Reward
-from grpo_ext.rewards.schedule import Schedule, is_finite, schedule_problems
+from grpo_ext.rewards.schedule import Schedule, schedule_problems
 from grpo_ext.rewards.signatures import callable_name, function_options, is_async
 
 
@@ -306,7 +307,7 @@ def _weight_problems(entries: Sequence[object], weights: object) -> Iterator[Pro
         reason = f"{len(weights)} weights for {len(entries)} rewards"
         yield Problem("reward_weights", weights, reason, "Give one each.")
     for i, weight in enumerate(weights):
-        if not is_finite(weight):
+        if finite(weight) is None:
             yield Problem(f"reward_weights[{i}]", weight, "not a finite number", "Give one.")
     if any(isinstance(entry, Mapping) and "weight" in entry for entry in entries):
         yield Problem("reward_weights", weights, "entries of reward_funcs give weights too", "Keep one of the two.")

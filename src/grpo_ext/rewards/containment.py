@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from grpo_ext.child_processes import traceback_tail
 from grpo_ext.rewards.columns import CALLBACKS
 from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts, wrong_length
 from grpo_ext.rewards.runtime import AsyncComponent, Component
 from grpo_ext.rewards.signatures import callable_name, is_async
-from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards, traceback_tail
+from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from grpo_ext.bounded import finite
 from grpo_ext.errors import Problem
 from grpo_ext.registry import did_you_mean
 
@@ -44,7 +45,7 @@ def schedule_problems(schedule: object) -> Iterator[Problem]:
         kind, to = schedule.get("kind"), schedule.get("to")
         if kind not in _KINDS:
             yield Problem(f"{name}.kind", kind, "no such kind", did_you_mean(str(kind), _KINDS))
-        elif kind != "constant" and not is_finite(to):
+        elif kind != "constant" and finite(to) is None:
             yield Problem(f"{name}.to", to, "not a finite number", "Give the weight at the end of training.")
     elif not isinstance(schedule, Sequence) or not all(map(_is_step, schedule)) or not schedule:
         yield Problem(name, schedule, "neither {kind, to} nor a list of [step, weight]", "Write one of them.")
@@ -52,13 +53,8 @@ def schedule_problems(schedule: object) -> Iterator[Problem]:
         yield Problem(name, schedule, "its steps do not rise", "Sort them, each once.")
 
 
-def is_finite(value: object) -> bool:
-    """Return whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_step(pair: object) -> bool:
     if not isinstance(pair, Sequence) or len(pair) != 2:
         return False
     step, weight = pair
-    return isinstance(step, int) and not isinstance(step, bool) and step >= 0 and is_finite(weight)
+    return isinstance(step, int) and not isinstance(step, bool) and step >= 0 and finite(weight) is not None

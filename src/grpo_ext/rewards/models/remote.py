@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
+from grpo_ext.bounded import finite
 from grpo_ext.objective.options import Ascending
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.models.http_client import HttpClient, RemoteRewardError
@@ -188,8 +189,7 @@ class _Form:
             if [item["index"] for item in items] != list(range(count)):
                 raise ValueError(f"{len(items)} scores for {count} completions")
             values = [_READERS[self.protocol](item, self.class_index) for item in items]
-        scaled = [None if value is None else value * self.scale for value in values]
-        return [value if value is not None and math.isfinite(value) else None for value in scaled]
+        return [None if value is None else finite(value * self.scale) for value in values]
 
 
 def _joined(client: HttpClient, form: _Form, counts: list[int], answers: list[Any]) -> list[float | None]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_args
 
+from grpo_ext.bounded import finite
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.models.loaded_model import LoadedModel, ModelSource, shared
 from grpo_ext.rewards.models.scoring import Chat, blended_scores, clipped_score
@@ -119,7 +120,7 @@ class RewardModelScorer:
             if values is None:
                 continue  # with a smaller batch
             for i, value in zip(batch, values, strict=True):
-                scores[i] = value if math.isfinite(value) else None
+                scores[i] = finite(value)
             order = order[len(batch) :]
         return scores
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from grpo_ext.rewards.workers import child
-from grpo_ext.rewards.workers.child import Child, describe_exit, remove_stale_folders
-from grpo_ext.rewards.workers.frames import FrameError, parsed_json, wait
+from grpo_ext import child_processes
+from grpo_ext.child_processes import Child, describe_exit, remove_stale_folders
+from grpo_ext.frames import FrameError, parsed_json, wait
 from grpo_ext.rewards.workers.worker import packed_call
 
 PROGRAM = "from grpo_ext.rewards.workers.worker import main; main()"
@@ -74,7 +74,7 @@ class Worker(Child):
     def give(self, job: Job, request: bytes) -> bool:
         """Begin to send a job. Return False if the worker is dead."""
         self.job, self.started = job, time.monotonic()
-        self.deadline = self.started + job.timeout + child.LOADING_SECONDS
+        self.deadline = self.started + job.timeout + child_processes.LOADING_SECONDS
         return self.stream.send(request)
 
     def collect(self) -> Outcome | None:
@@ -90,7 +90,7 @@ class Worker(Child):
             return Outcome(Status.DIED, reason=str(error), seconds=time.monotonic() - self.started)
         except EOFError:
             seconds = time.monotonic() - self.started
-            reason = describe_exit(self.kill(child.EXIT_SECONDS))
+            reason = describe_exit(self.kill(child_processes.EXIT_SECONDS))
             return Outcome(Status.DIED, reason=reason, seconds=seconds)
         return None if body is None else _outcome(answer, body, time.monotonic() - self.started)
 

@@ -1,4 +1,4 @@
-"""The program of a reward worker: scores what its parent sends through a pair of pipes, until the parent closes them.
+"""The program of a reward worker: scores what its parent sends through a socket, until the parent closes it.
 
 A request is a pickle: (function path, arguments by name, each pickled by itself, seed). An answer is a JSON array, so
 that nothing that a function writes is executed by the trainer: ["loaded"] when the function is imported, then
@@ -13,15 +13,13 @@ import json
 import os
 import pickle
 import random
+import socket
 import sys
-import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
-from grpo_ext.rewards.workers.child import begin
-from grpo_ext.rewards.workers.frames import pickled, read_frame, write_frame
-
-TRACEBACK_LINES = 6
+from grpo_ext.child_processes import begin, traceback_tail
+from grpo_ext.frames import frame, pickled, read_frame
 
 
 def packed_call(path: str, arguments: Mapping[str, object], *more: object) -> bytes:
@@ -60,13 +58,13 @@ def unpacked_arguments(arguments: Mapping[str, bytes]) -> dict[str, Any]:
     return read
 
 
-def send_answer(pipe: BinaryIO, answer: object) -> None:
+def send_answer(channel: socket.socket, answer: object) -> None:
     """Write an answer.
 
     Raises:
         ValueError: JSON cannot hold it.
     """
-    write_frame(pipe, json.dumps(answer).encode())
+    channel.sendall(frame(json.dumps(answer).encode()))
 
 
 def logging_callbacks() -> tuple[dict[str, Callable], list[tuple[str, list]], list[tuple[str, float]]]:
@@ -142,18 +140,11 @@ def safe_repr(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
-def traceback_tail(error: BaseException) -> str:
-    """Return the last lines of a traceback, joined into one."""
-    if isinstance(error, NotRewards):
-        return str(error)
-    lines = [line.strip() for line in "".join(traceback.format_exception(error)).strip().split("\n")]
-    return " | ".join(line for line in lines[-TRACEBACK_LINES:] if line.strip("^~ "))[-1500:]
-
-
-def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+def _serve(channel: socket.socket) -> None:
     """Answer requests until the parent closes its end."""
     from grpo_ext.rewards.catalogue import rewards
 
+    requests = channel.makefile("rb")
     while True:
         try:
             path, arguments, seed = pickle.loads(read_frame(requests))
@@ -161,13 +152,13 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             return
         try:
             function, columns = rewards[path], unpacked_arguments(arguments)
-            send_answer(answers, ["loaded"])
+            send_answer(channel, ["loaded"])
             seed_all(seed)
-            send_answer(answers, _score(function, columns))
+            send_answer(channel, _score(function, columns))
         except NotRewards as error:
-            send_answer(answers, ["misshapen", str(error)])
+            send_answer(channel, ["misshapen", str(error)])
         except BaseException as error:  # the function is the user's: it may raise anything
-            send_answer(answers, ["failed", traceback_tail(error)])
+            send_answer(channel, ["failed", traceback_tail(error)])
 
 
 def seed_all(seed: int) -> None:
@@ -180,10 +171,8 @@ def seed_all(seed: int) -> None:
 
 
 def main() -> None:
-    """Run a worker; descriptors and limits come as arguments."""
-    if not begin():
-        return
-    with contextlib.suppress(ImportError):
-        import numpy  # noqa: F401  so that `seed_all` seeds it, even for a function that imports it when called
-    with open(int(sys.argv[1]), "rb") as requests, open(int(sys.argv[2]), "wb") as answers:
-        _serve(requests, answers)
+    """Run a worker; its descriptor and limits come as arguments."""
+    with begin() as channel:
+        with contextlib.suppress(ImportError):
+            import numpy  # noqa: F401  so that `seed_all` seeds it, even for a function that imports it when called
+        _serve(channel)

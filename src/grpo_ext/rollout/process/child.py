@@ -8,9 +8,7 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from grpo_ext.child_processes import end_with_parent, traceback_tail
 from grpo_ext.rollout.decoding import decode
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.process.memory_file import load
@@ -30,15 +29,13 @@ from grpo_ext.rollout.process.messages import Failure, Machine, ModelSpec, Reque
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 
-TRACEBACK_LINES = 6
-_POLL_SECONDS = 0.5
 ALIVE_SECONDS = 1.0
 
 
 def main() -> None:
     """Answer the requests of the parent; arguments are the descriptor of the connection and the parent's PID."""
     descriptor, parent = map(int, sys.argv[1:3])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with_parent(parent)  # which starts this process in any of its threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     connection = Connection(descriptor)
     try:
@@ -46,16 +43,9 @@ def main() -> None:
     except (EOFError, ConnectionError):
         return
     except BaseException as error:
-        reason = " | ".join("".join(traceback.format_exception(error)).strip().splitlines()[-TRACEBACK_LINES:])
-        failure = Failure(str(error), True) if isinstance(error, Unsupported) else Failure(reason, False)
+        unsupported = isinstance(error, Unsupported)
+        failure = Failure(str(error) if unsupported else traceback_tail(error), unsupported)
         connection.send_bytes(pickle.dumps(failure))
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent ends, also while it samples."""
-    while os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
-    os._exit(1)
 
 
 def _serve(connection: Connection) -> None:

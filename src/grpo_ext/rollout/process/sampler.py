@@ -3,9 +3,7 @@
 import logging
 import os
 import pickle
-import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from grpo_ext.child_processes import EXIT_SECONDS, describe_exit, kill_group, start_python
 from grpo_ext.errors import SamplerLost
 from grpo_ext.rollout.process.memory_file import MemoryFile, read
 from grpo_ext.rollout.process.messages import Failure, Request, Start, Table
@@ -170,15 +169,8 @@ class _Process:
         self._start: Start | None = start
         self._loaded = -1
         self._connection, theirs = Pipe()
-        path = os.pathsep.join(filter(None, sys.path))  # it imports what we can import
         with theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # signals of the terminal and of a launcher are for the trainer
-            )
+            self._child = start_python(_PROGRAM, (theirs.fileno(), os.getpid()), [theirs.fileno()])
 
     def sample(self, request: Request, weights: _Published, limit: float) -> list[Sampled]:
         """Return the completions of a request.
@@ -204,7 +196,7 @@ class _Process:
         except WaitedInVain as error:
             raise Trouble(str(error)) from None
         except (EOFError, OSError):
-            raise Trouble(_exit(self._child)) from None
+            raise Trouble(self._exit()) from None
         if isinstance(answer, Failure) and answer.unsupported:
             raise Unsupported(f"rollout_engine='process': {answer.reason}. Set rollout_engine: auto.")
         if isinstance(answer, Failure):
@@ -212,20 +204,14 @@ class _Process:
         self._start, self._loaded = None, weights.copy
         return answer
 
+    def _exit(self) -> str:
+        """Return how the process ended, which has closed its connection."""
+        try:
+            return describe_exit(self._child.wait(EXIT_SECONDS))
+        except subprocess.TimeoutExpired:
+            return "it closed its connection"
+
     def end(self) -> None:
         """Kill the process."""
-        self._child.kill()
-        self._child.wait()
+        kill_group(self._child)
         self._connection.close()
-
-
-def _exit(child: subprocess.Popen[bytes]) -> str:
-    """Return how a process ended that has closed its connection."""
-    try:
-        code = child.wait(5.0)
-    except subprocess.TimeoutExpired:
-        return "it closed its connection"
-    if code >= 0:
-        return f"it ended with exit code {code}"
-    known = {number.value: number.name for number in signal.Signals}
-    return f"it was killed by {known.get(-code, f'signal {-code}')}"

@@ -1,14 +1,12 @@
 """Messages between processes as frames: an 8-byte little-endian length, then the body."""
 
 import json
-import os
 import pickle
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 HEADER = struct.Struct("<Q")
@@ -23,22 +21,16 @@ def frame(body: bytes) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def write_frame(pipe: BinaryIO, body: bytes) -> None:
-    """Write a frame to a blocking pipe."""
-    pipe.write(frame(body))
-    pipe.flush()
-
-
-def read_frame(pipe: BinaryIO) -> bytes:
-    """Return the body of the next frame of a blocking pipe.
+def read_frame(file: BinaryIO) -> bytes:
+    """Return the body of the next frame of a file that waits.
 
     Raises:
         EOFError: the other end is closed.
     """
-    header = pipe.read(HEADER.size)
+    header = file.read(HEADER.size)
     if len(header) < HEADER.size:
         raise EOFError
-    return pipe.read(HEADER.unpack(header)[0])
+    return file.read(HEADER.unpack(header)[0])
 
 
 def pickled(message: object) -> bytes:
@@ -55,19 +47,16 @@ def parsed_json(body: bytes) -> Any:
 
 
 class FrameStream:
-    """Our end of two pipes, or of one socket: sends and receives frames in part, and never waits.
+    """Our end of a socket: sends and receives frames in part, and never waits.
 
     Args:
-        incoming: descriptor to read from.
-        outgoing: non-blocking descriptor to write to.
+        channel: the socket, which is made non-blocking: a process that does not read must not stop us.
         largest: most bytes of a received body.
-        channel: the socket that both descriptors are of, if they are; Windows reads and writes it by no other means.
     """
 
-    def __init__(self, incoming: int, outgoing: int, largest: int, channel: socket.socket | None = None) -> None:
-        self.incoming, self.outgoing, self.largest = incoming, outgoing, largest
-        self._read: Callable[[int], bytes] = partial(os.read, incoming) if channel is None else channel.recv
-        self._write: Callable[[memoryview], int] = partial(os.write, outgoing) if channel is None else channel.send
+    def __init__(self, channel: socket.socket, largest: int) -> None:
+        channel.setblocking(False)
+        self.channel, self.largest = channel, largest
         self.unsent = memoryview(b"")
         self.received = bytearray()
         self.sent_at = 0.0
@@ -82,7 +71,7 @@ class FrameStream:
         """Send as much as fits now. Return False if the other end is closed."""
         try:
             while self.unsent:
-                self.unsent = self.unsent[self._write(self.unsent) :]
+                self.unsent = self.unsent[self.channel.send(self.unsent) :]
                 self.sent_at = time.monotonic()
         except BlockingIOError:
             pass
@@ -99,7 +88,7 @@ class FrameStream:
             EOFError: the other end is closed.
         """
         try:
-            chunk = self._read(1 << 20)
+            chunk = self.channel.recv(1 << 20)
         except BlockingIOError:
             return None
         except OSError:
@@ -138,12 +127,7 @@ def wait(streams: Iterable[FrameStream], until: float, also: int | None = None) 
     with selectors.DefaultSelector() as selector:
         for stream in streams:
             writing = selectors.EVENT_WRITE if stream.unsent else 0
-            if stream.incoming == stream.outgoing:
-                selector.register(stream.incoming, selectors.EVENT_READ | writing, stream)
-                continue
-            selector.register(stream.incoming, selectors.EVENT_READ, stream)
-            if writing:
-                selector.register(stream.outgoing, writing, stream)
+            selector.register(stream.channel, selectors.EVENT_READ | writing, stream)
         if also is not None:
             selector.register(also, selectors.EVENT_READ)
         for key, events in selector.select(max(0.0, until - time.monotonic())):
