@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
-from grpo_ext.config.broken import without
 from grpo_ext.config.fields import sound_values
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.mappings import holds
 from grpo_ext.config.paths import PATHS, expand, unknown
+from grpo_ext.config.rules import without
 from grpo_ext.config.settings import FUNCTIONS
+from grpo_ext.config.spec import holds
 from grpo_ext.data.config import DataConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import read_list
@@ -58,7 +58,7 @@ class Parts:
     Args:
         problems: those of the parts' own checks.
         unread: values that could not be read; other problems with them are consequences.
-        training: if it was refused, holds values that cannot be looked at (`config.broken`).
+        training: if it was refused, holds values that cannot be looked at (`config.rules`).
     """
 
     problems: list[Problem]
