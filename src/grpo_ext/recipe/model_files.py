@@ -5,13 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import transformers
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors as hub
 from transformers import PreTrainedConfig
 
 from grpo_ext.bounded import read_json
@@ -91,13 +85,13 @@ def config_problems(name: str, error: Exception) -> Iterator[Problem]:
     elif "does not recognize this architecture" in text or isinstance(error, KeyError):
         reason = f"its model_type is unknown to transformers {transformers.__version__}"
         yield problem(reason, "Name another model, or install a newer transformers.")
-    elif is_due_to(GatedRepoError):
+    elif is_due_to(hub.GatedRepoError):
         yield problem("gated", f"Ask for access at https://huggingface.co/{name}, then log in: hf auth login.")
-    elif is_due_to(RevisionNotFoundError):
+    elif is_due_to(hub.RevisionNotFoundError):
         yield problem("it has no such model_revision", "Set model_revision: main.")
-    elif is_due_to(RepositoryNotFoundError, HFValidationError):
+    elif is_due_to(hub.RepositoryNotFoundError, hub.HFValidationError):
         yield problem("neither a folder (from the working directory) nor a model on the hub", "Correct it.")
-    elif Path(name).expanduser().is_dir() and not is_due_to(LocalEntryNotFoundError):
+    elif Path(name).expanduser().is_dir() and not is_due_to(hub.LocalEntryNotFoundError):
         yield problem(f"config.json cannot be used ({first_line(error)})", "Correct it.")
 
 

@@ -18,10 +18,9 @@ from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.recipe.checks import part_problems, recipe_warnings, unrewarded
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
 from grpo_ext.recipe.foreign import recognise
-from grpo_ext.recipe.keys import flags, key_problems
 from grpo_ext.recipe.launching import take_env, take_launch
 from grpo_ext.recipe.lora import ignored
-from grpo_ext.recipe.parser import Parts, parse_parts
+from grpo_ext.recipe.parser import Parts, flags, key_problems, parse_parts
 from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.recipe.parts import all_keys as all_keys
 from grpo_ext.rewards.composition import RewardSpec, parse_rewards
