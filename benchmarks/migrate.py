@@ -17,7 +17,7 @@ from pathlib import Path
 
 from grpo_ext.commands.migrate import migrated, refusals
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.foreign.python import exchange
+from grpo_ext.recipe.foreign.recognise import exchange
 from grpo_ext.recipe.foreign.writing import recipe_text
 
 EARLIER = "2026-01-20T00:00:00Z"

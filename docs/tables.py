@@ -33,7 +33,7 @@ from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
 from grpo_ext.recipe.foreign.engine import own_default
 from grpo_ext.recipe.foreign.trl import TRL
-from grpo_ext.recipe.help import MODEL, OURS, REWARDS_AND_DATA, TRLS, subjects
+from grpo_ext.recipe.parts import MODEL, OURS, REWARDS_AND_DATA, TRLS, subjects
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 from grpo_ext.trainer.diagnosis.recording import FIGURES

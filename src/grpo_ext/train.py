@@ -41,12 +41,11 @@ from grpo_ext.errors import (
     ServerLost,
 )
 from grpo_ext.evaluation.during import DuringTraining
-from grpo_ext.recipe.help import print_help
 from grpo_ext.recipe.launching import check_launched, launch_of
 from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path, rows_of
 from grpo_ext.recipe.look import Look, findings, prompt_findings
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.recipe.parts import Recipe
+from grpo_ext.recipe.parts import Recipe, print_help
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.terminal import safe_output
 from grpo_ext.trainer.card import make_repository

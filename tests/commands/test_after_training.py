@@ -18,9 +18,8 @@ from grpo_ext.commands.merge import merge
 from grpo_ext.commands.runs import Trained, find_trained
 from grpo_ext.commands.sample import pass_rate
 from grpo_ext.data.completions import read_completions
-from grpo_ext.recipe.loading import datasets_of
+from grpo_ext.recipe.loading import datasets_of, load_policy
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.recipe.policy import load_policy
 from grpo_ext.train import train
 from support import adapted, tiny
 from support.commands import command

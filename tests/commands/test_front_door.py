@@ -15,8 +15,8 @@ from grpo_ext.commands import env
 from grpo_ext.commands.arguments import COMMANDS
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes
-from grpo_ext.recipe.help import subjects
 from grpo_ext.recipe.parsing import all_keys, load_recipe
+from grpo_ext.recipe.parts import subjects
 from grpo_ext.rewards.catalogue import rewards
 from support.commands import command
 from support.processes import PATIENCE

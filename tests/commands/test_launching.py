@@ -9,7 +9,7 @@ import torch
 import yaml
 from accelerate.commands.config import config_args
 
-from grpo_ext.commands import launching
+from grpo_ext.commands import train as launching
 from grpo_ext.config.launch import ASKED
 from grpo_ext.train import main
 from support import tiny

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_ext import GRPOExtConfig
 from grpo_ext.config import checks, machine
-from grpo_ext.config.broken import BrokenFieldRead, as_far_as_sound, is_broken, without
+from grpo_ext.config.rules import BrokenFieldRead, as_far_as_sound, is_broken, without
 from grpo_ext.recipe.files import read_yaml
 
 FIELDS = {f.name: f for f in dataclasses.fields(GRPOExtConfig)}

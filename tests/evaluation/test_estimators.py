@@ -6,8 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
-from grpo_ext.evaluation.intervals import mean_of, mean_of_shares
+from grpo_ext.evaluation.estimators import maj_at_k, mean_of, mean_of_shares, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 8))

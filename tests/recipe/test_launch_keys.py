@@ -5,7 +5,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from grpo_ext.commands.arguments import parse_command_line
-from grpo_ext.commands.launching import accelerate_command, wanted_launch
+from grpo_ext.commands.train import accelerate_command, wanted_launch
 from grpo_ext.config import machine
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE
 from grpo_ext.errors import ConfigError

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.report.page import write_report
 from grpo_ext.trainer.diagnosis import rules
-from grpo_ext.trainer.diagnosis.evidence import EVIDENCE
 from grpo_ext.trainer.diagnosis.recording import Watching
 from support import tiny
 from support.commands import command
@@ -152,7 +152,7 @@ def test_a_rule_that_raises_does_not_end_a_run(caplog, monkeypatch):
     def fails(history):
         raise ZeroDivisionError
 
-    monkeypatch.setitem(EVIDENCE, rules.RULES[0].name, fails)
+    monkeypatch.setattr(rules, "RULES", (replace(rules.RULES[0], shown_by=fails), *rules.RULES[1:]))
     watching, state = Watching({}), SimpleNamespace(is_world_process_zero=True, log_history=history())
     with caplog.at_level(logging.WARNING):
         watching.on_log(None, state, None)

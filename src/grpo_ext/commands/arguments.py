@@ -73,7 +73,7 @@ COMMANDS = {
     "merge": Command(AFTER, "merge an adapter into its base model"),
     "report": Command(AFTER, "write one HTML file about a run, or about several side by side"),
     "replay": Command(AFTER, "compute a recorded step again, with any loss", keys=True),
-    "diagnose": Command(AFTER, "list the likely problems of a run, with evidence and cure"),
+    "diagnose": Command(AFTER, "list the likely problems of a run, with evidence and cure", module="report"),
     "recipes": Command(REFERENCE, "list the packaged recipes", module="lists"),
     "losses": Command(REFERENCE, "list the values of `loss_type`, with formula and paper", module="lists"),
     "rewards": Command(REFERENCE, "list the values of `reward_funcs`, with their options", module="lists"),
@@ -93,10 +93,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("--version", metavar="N", default="", help="version of the other project"),
     ),
     "check": LAUNCH,
-    "train": (
-        *LAUNCH,
-        Option("--help-all", action="store_true", help="list all keys of a recipe, by subject"),
-    ),
+    "train": (*LAUNCH, Option("--help-all", action="store_true", help="list all keys of a recipe, by subject")),
     "serve": (
         CONFIG,
         Option("--host", metavar="H", default="127.0.0.1", help="address to listen on (default: %(default)s)"),

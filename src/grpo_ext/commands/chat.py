@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_ext.commands.runs import GREEDY, Trained, find_trained, loading
-from grpo_ext.recipe.policy import load_policy, load_tokenizer_of
+from grpo_ext.recipe.loading import load_policy, load_tokenizer_of
 from grpo_ext.tables import Table, show
 
 if TYPE_CHECKING:
@@ -88,7 +88,10 @@ def run(options: argparse.Namespace) -> int:
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
             answers[name] = speaker.answer(question, streamer)
         if options.compare:
-            _print_side_by_side(answers, {"before": trained.before, "after": trained.model})
+            models = {"before": trained.before, "after": trained.model}
+            table = Table(*(f"{name}: {models[name]}" for name in answers), expand=True, show_lines=True)
+            table.add_row(*answers.values())
+            show(table)
         elif not typed:
             print(answers["after"], flush=True)
     return 0
@@ -100,9 +103,3 @@ def _introduce(trained: Trained, speaker: Speaker) -> None:
     print(f"System prompt: {system}" if system else "No system prompt.")
     print(", ".join(f"{name} {value}" for name, value in speaker.sampling.items() if value is not None))
     print("Each question starts a new conversation. Ctrl-D ends.")
-
-
-def _print_side_by_side(answers: dict[str, str], models: dict[str, str]) -> None:
-    table = Table(*(f"{name}: {models[name]}" for name in answers), expand=True, show_lines=True)
-    table.add_row(*answers.values())
-    show(table)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import datasets
 from datasets import Dataset
 
-from grpo_ext.commands.launching import is_fsdp, wanted_launch
 from grpo_ext.commands.memory import copies, fitting, gib, of_recipe, too_large, too_many
 from grpo_ext.commands.serve import server_url, wanted
+from grpo_ext.commands.train import is_fsdp, wanted_launch
 from grpo_ext.config.ahead import described
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
@@ -20,11 +20,11 @@ from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ConfigError, redacted_text
+from grpo_ext.recipe.checks import recipe_warnings
 from grpo_ext.recipe.launching import Launch
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.registry import imported
 from grpo_ext.report.reading import read_runs
 from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts, unsuited
@@ -68,13 +68,17 @@ def print_sections(sections: Mapping[str, Section]) -> None:
 def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
     """Return the sections of the plan, warnings last."""
     rows = len(look.train) if isinstance(look.train, Dataset) else None
+    weights = recipe.model.dtype or "float32"  # TRL's default
     lines = (*warnings(recipe.training), *recipe_warnings(recipe), *look.notes)
     return {
         "Loss": _loss(recipe),
         "Environments": [(spec.name, _environment(spec)) for spec in recipe.environments],
         "Batch": _batch(recipe, rows),
         "Memory": _memory(recipe, look),
-        "Sampler and policy": _precision(recipe),
+        "Sampler and policy": [
+            ("formats", precision(recipe.training, weights)),
+            *expected_differences(recipe.training, weights),
+        ],
         "Rollouts beside training": [("", _overlap(recipe))],
         "Warnings": [("", str(warning)) for warning in lines],
         "Not on this machine": [("", str(line)) for line in lacks(recipe.training, recipe.model)],
@@ -153,12 +157,6 @@ def _memory(recipe: Recipe, look: Look) -> Section:
     fit = fitting(recipe, policy, look.longest_prompt)
     found = too_large(recipe, parts, fit), too_many(recipe, size)
     return [*rows, *(("Warning", str(problem)) for problem in found if problem is not None)]
-
-
-def _precision(recipe: Recipe) -> Section:
-    """Return the formats of trainer and sampler, and what is expected to differ between them."""
-    weights = recipe.model.dtype or "float32"  # TRL's default
-    return [("formats", precision(recipe.training, weights)), *expected_differences(recipe.training, weights)]
 
 
 def _overlap(recipe: Recipe) -> str:

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 
 from grpo_ext import __version__
 from grpo_ext.commands.arguments import COMMANDS, overview, parse_command_line
-from grpo_ext.errors import (
-    NOT_FINISHED,
-    ConfigError,
-    DataError,
-    NonFiniteError,
-    RewardError,
-    SamplerLost,
-    ServerLost,
-)
+from grpo_ext.errors import NOT_FINISHED, ConfigError, DataError, NonFiniteError, RewardError, SamplerLost, ServerLost
 from grpo_ext.registry import did_you_mean
 from grpo_ext.terminal import safe_output
 from grpo_ext.versions import naming_untested

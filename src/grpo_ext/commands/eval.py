@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpo_ext.commands.arguments import parse_command_line
-from grpo_ext.commands.launching import call, launch, wanted_launch
 from grpo_ext.commands.runs import find_trained
 from grpo_ext.commands.sample import sampler, with_model
+from grpo_ext.commands.train import call, launch, wanted_launch
 from grpo_ext.config.launch import check_announced
 from grpo_ext.data.eval_sets import EvalSet, problems_of
 from grpo_ext.environments.composition import any_pays
@@ -56,8 +56,11 @@ def run(options: argparse.Namespace) -> int:
         )
         if code:
             return code
-    if len(models) > 1:
-        _show([[Result.read(_file(recipe, options, chosen, model)) for model in models] for chosen in sets])
+    for chosen in sets if len(models) > 1 else ():
+        results = [Result.read(_file(recipe, options, chosen, model)) for model in models]
+        show(table(results))
+        if len(results) == 2:
+            print(f"{difference(*results)}\n")
     return 0
 
 
@@ -129,13 +132,6 @@ def _file(recipe: Recipe, options: argparse.Namespace, chosen: EvalSet, model: s
     folder = options.output or Path(recipe.training.output_dir or ".") / EVALUATION
     name = re.sub(r"[^\w.-]+", "_", str(model or recipe.model.model_name_or_path)).strip("_.")
     return folder / chosen.name / f"{name[-100:]}.json"
-
-
-def _show(by_set: Sequence[Sequence[Result]]) -> None:
-    for results in by_set:
-        show(table(results))
-        if len(results) == 2:
-            print(f"{difference(*results)}\n")
 
 
 @safe_output()

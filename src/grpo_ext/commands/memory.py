@@ -13,8 +13,8 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.batches import PIECE_RULES
 from grpo_ext.config.machine import is_for_another
-from grpo_ext.config.pieces import PIECE_RULES
 from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.errors import ABSENT, Problem
@@ -92,7 +92,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Batch:
+class MicroBatch:
     """The sizes of a micro-batch.
 
     Args:
@@ -116,7 +116,7 @@ class Batch:
     accumulated: bool
 
 
-def peak(shape: Shape, batch: Batch, gradients: int) -> int:
+def peak(shape: Shape, batch: MicroBatch, gradients: int) -> int:
     """Return the most bytes that gradients and activations take together in a forward and backward.
 
     Three moments compete: the backward of the LM head, when every layer still keeps what it needs; that of the last
@@ -186,9 +186,10 @@ def estimate(
     }
     if shape is not None:
         whole = prompts * prompt + rows * completion
-        tokens = _of_a_piece(training, whole, prompt + completion)
+        limit = training.micro_batch_tokens  # a piece has at least one row
+        tokens = whole if limit is None else min(whole, max(prompt + completion, limit))
         labels = min(tokens, rows * completion)
-        batch = Batch(
+        batch = MicroBatch(
             tokens=tokens,
             labels=labels,
             width=computes,
@@ -202,11 +203,6 @@ def estimate(
     if training.use_vllm and training.vllm_mode == "colocate":
         parts["engine"] = _engine(training, parameters * computes)
     return parts
-
-
-def _of_a_piece(training: GRPOExtArguments, whole: int, row: int) -> int:
-    """Return the tokens of a forward: a `whole` micro-batch, or its largest piece, which has at least one `row`."""
-    return whole if training.micro_batch_tokens is None else min(whole, max(row, training.micro_batch_tokens))
 
 
 def _engine(training: GRPOExtArguments, weights: int) -> int:

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_ext.commands.runs import Trained, find_trained, loading
 from grpo_ext.config.adapters import Base, base_of
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.recipe.policy import load_policy, load_tokenizer_of
+from grpo_ext.recipe.loading import load_policy, load_tokenizer_of
 from grpo_ext.trainer.checkpoints.identity import write_record
 
 _TOLERANCE = 1e-4

@@ -15,7 +15,7 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import read_yaml
 from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.foreign.engine import Draft
-from grpo_ext.recipe.foreign.python import PYTHON_SUFFIXES, exchange
+from grpo_ext.recipe.foreign.recognise import PYTHON_SUFFIXES, exchange
 from grpo_ext.recipe.foreign.shell import read_script
 from grpo_ext.recipe.foreign.writing import recipe_text
 from grpo_ext.recipe.launching import launch_of

@@ -19,12 +19,12 @@ from trl import DatasetMixtureConfig, ModelConfig
 from grpo_ext.commands.runs import find_trained, loading
 from grpo_ext.config.adapters import base_of
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.mappings import holds
+from grpo_ext.config.spec import holds
 from grpo_ext.data.config import DataConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import parse_value
+from grpo_ext.recipe.loading import load_tokenizer_of
 from grpo_ext.recipe.parts import Recipe, RecipeArguments
-from grpo_ext.recipe.policy import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
 from grpo_ext.tables import Table, show
 from grpo_ext.train import adapted_policy

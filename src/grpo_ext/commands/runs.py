@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
 from grpo_ext.bounded import read_json
 from grpo_ext.config.adapters import base_of, located
@@ -20,6 +19,7 @@ from grpo_ext.config.spec import fits
 from grpo_ext.data.rows import with_system_prompt
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_model
+from grpo_ext.recipe.loading import has_file
 from grpo_ext.trainer.checkpoints.choice import newest_sound
 from grpo_ext.trainer.checkpoints.finish import finished, holds_weights
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
@@ -99,15 +99,6 @@ class Trained:
         return found or torch.device("cpu")
 
 
-def _on_the_hub(name: str, file: str) -> bool:
-    """Return whether a model has a file, on the hub or in its cache."""
-    quiet = ("gated_repo", "missing_entries", "connection_errors")
-    try:
-        return cached_file(name, file, **{f"_raise_exceptions_for_{kind}": False for kind in quiet}) is not None
-    except OSError:  # transformers raises it for some names anyway
-        return False
-
-
 @contextmanager
 def loading(model: str, *, only_code: bool = False) -> Iterator[None]:
     """Name the model in an error of its files; with `only_code`, only in the error about code of its own.
@@ -151,15 +142,13 @@ def _found(name: str) -> tuple[str, Any]:
     if name in LESSONS:
         return str(ensure_model(lesson=LESSONS[name])), {}
     if not folder.is_dir():
+        cure = "Name an output_dir, a checkpoint, a model, or a hub id."
         if folder.exists() or name.startswith((".", "/", "~")):
-            cure = "Name an output_dir, a checkpoint, a model, or a hub id."
             raise ConfigError([Problem("RUN", name, "no such folder", cure)])
         files = "config.json", "adapter_config.json"
-        if "/" not in name and not any(_on_the_hub(name, file) for file in files):  # it may be a mistyped folder
+        if "/" not in name and not any(has_file(name, file) for file in files):  # it may be a mistyped folder
             reason = "no such folder here, and no such model on the hub, or none that can be reached"
-            raise ConfigError(
-                [Problem("RUN", name, reason, "Name an output_dir, a checkpoint, a model, or a hub id.")]
-            )
+            raise ConfigError([Problem("RUN", name, reason, cure)])
         return name, {}
     if (content := finished(folder)) is not None and holds_weights(folder):
         return str(folder), content["recipe"]

@@ -15,7 +15,7 @@ from grpo_ext.quickstart.model import LESSONS
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.loading import load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.recipe.scoring import Scored, explain, score_rows, summary
+from grpo_ext.recipe.scoring import ScoredRows, explain, score_rows, summary
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.tables import Table, show
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_scores(scored: Scored) -> None:
+def _print_scores(scored: ScoredRows) -> None:
     table = Table("reward", "mean", "std", "min", "max", "None", "errors", "seconds", title=f"{len(scored.rows)} rows")
     for line in summary(scored):
         table.add_row(*line)

@@ -1,4 +1,4 @@
-"""Batch arithmetic: whole groups in every generation, whole generations in every optimizer step."""
+"""Batch arithmetic: whole groups in every generation, whole generations in every optimizer step, and pieces."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,12 +7,12 @@ from typing import Any
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.launch import world_size
-from grpo_ext.config.rules import Rule
+from grpo_ext.config.rules import Conflict, Rule, plain
 from grpo_ext.errors import ABSENT, Problem
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _GenerationBatch:
     """The settings that make a generation batch, as they are or as they might be."""
 
     per_device_train_batch_size: int
@@ -47,8 +47,8 @@ class _Batch:
         return whole and fits and not (self.whole_steps and self.steps % self.gradient_accumulation_steps)
 
 
-def _batch_of(config: GRPOExtArguments) -> _Batch:
-    return _Batch(
+def _batch_of(config: GRPOExtArguments) -> _GenerationBatch:
+    return _GenerationBatch(
         config.per_device_train_batch_size,
         world_size(),
         config.gradient_accumulation_steps,
@@ -70,7 +70,7 @@ def _nearest(value: int, sound: Mapping[int, bool]) -> list[int]:
     return [*[n for n in works if n < value][-1:], *[n for n in works if n > value][:1]]
 
 
-def _candidates(batch: _Batch, name: str, start: int) -> range:
+def _candidates(batch: _GenerationBatch, name: str, start: int) -> range:
     """Return enough values of a setting for a sound one to be among them, if there is one."""
     g, accumulation = batch.num_generations, batch.gradient_accumulation_steps
     if name == "num_generations":
@@ -81,7 +81,7 @@ def _candidates(batch: _Batch, name: str, start: int) -> range:
     return range(1, start + g * accumulation + 1)
 
 
-def _cures(batch: _Batch, *names: str, evaluated: int | None = None) -> str:
+def _cures(batch: _GenerationBatch, *names: str, evaluated: int | None = None) -> str:
     """Return the nearest values of each single setting with which all of the arithmetic works."""
     words = []
     for name in names:
@@ -159,7 +159,38 @@ def eval_batch_problems(config: GRPOExtArguments) -> Iterator[Problem]:
         )
 
 
-BATCH_RULES: tuple[Rule, ...] = (batch_problems, _eval_batch)
+PIECE_RULES: tuple[Rule, ...] = (
+    Conflict(
+        "micro_batch_tokens loss_aggregation",
+        lambda c: c.micro_batch_tokens is not None and not c.objective.additive,
+        "loss_aggregation {c.objective.aggregation!r} depends on which rows are in a micro-batch",
+        "Set loss_aggregation: token-mean, or unset micro_batch_tokens.",
+    ),
+    Conflict(
+        "micro_batch_tokens top_entropy_quantile",
+        lambda c: c.micro_batch_tokens is not None and c.top_entropy_quantile < 1,
+        "the quantile is over the tokens of a micro-batch",
+        "Set top_entropy_quantile: 1.0, or unset micro_batch_tokens.",
+    ),
+    Conflict(
+        "micro_batch_tokens loss_defaults",
+        lambda c: (
+            c.micro_batch_tokens is not None
+            and c.loss_defaults == "trl"
+            and (c.entropy_coef or c.use_adaptive_entropy)
+        ),
+        "stock TRL's entropy bonus is a mean over a micro-batch",
+        "Set loss_defaults: paper, or unset micro_batch_tokens.",
+    ),
+    Conflict(
+        "micro_batch_tokens optim",
+        lambda c: c.micro_batch_tokens is not None and plain(c.optim) in ("lomo", "adalomo"),
+        "it updates the weights in its backward pass, before the last piece is computed",
+        "Choose another optimizer, or unset micro_batch_tokens.",
+    ),
+)
+"""What `micro_batch_tokens` excludes."""
+BATCH_RULES: tuple[Rule, ...] = (batch_problems, _eval_batch, *PIECE_RULES)
 
 
 def too_few(config: GRPOExtArguments, rows: int) -> Iterator[Problem]:

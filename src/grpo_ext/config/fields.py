@@ -11,6 +11,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.paths import OF_THE_RUN, unknown
+from grpo_ext.config.rules import Conflict, Rule
 from grpo_ext.config.settings import SETTINGS, Setting
 from grpo_ext.config.spec import fits, out_of_bounds, wrong_type
 from grpo_ext.errors import Problem, UnknownNameError
@@ -101,41 +102,12 @@ def unknown_value(name: str, value: object, known: Collection[object], default: 
     return Problem(name, value, "not one of its values", cure)
 
 
-def range_problems(config: GRPOExtArguments) -> Iterator[Problem]:
-    """Yield numbers that are out of their range."""
-    yield from outside(config)
-    yield from _reward_weights(config.reward_weights)
-    if config.max_completion_length is None:
-        yield Problem(
-            "max_completion_length",
-            None,
-            "completions would have no limit (stock TRL then generates 20 tokens or crashes)",
-            "Set it to the number of tokens a completion may have, for example 512.",
-        )
-    if config.num_generations is None:
-        yield Problem("num_generations", None, "a group has a size", "Set it to 2 or more; the default is 8.")
-    if isinstance(config.max_steps, int) and (config.max_steps == 0 or config.max_steps < -1):
-        yield Problem(
-            "max_steps",
-            config.max_steps,
-            "transformers would train for num_train_epochs instead",
-            "Set it to 1 or more, or to -1 to train for num_train_epochs.",
-        )
-    low, high = config.entropy_coef_min, config.entropy_coef_max
-    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
-        yield Problem("entropy_coef_min", low, f"above entropy_coef_max={high}", "Swap them.")
+def _reversed(low: object, high: object) -> bool:
+    return isinstance(low, int | float) and isinstance(high, int | float) and low > high
 
 
-def outside(part: Any) -> Iterator[Problem]:
-    """Yield the numbers among a dataclass's fields that are outside of the bounds in the table of settings."""
-    for f in dataclasses.fields(part):
-        value, bounds = getattr(part, f.name), SETTINGS.get(f.name, Setting()).within
-        if bounds is None or not isinstance(value, int | float) or isinstance(value, bool) or value in bounds:
-            continue
-        yield out_of_bounds(f.name, value, bounds, f.default)
-
-
-def _reward_weights(weights: object) -> Iterator[Problem]:
+def _reward_weights(config: GRPOExtArguments) -> Iterator[Problem]:
+    weights: object = config.reward_weights
     if not isinstance(weights, list | tuple):
         return
     for weight in weights:
@@ -146,3 +118,48 @@ def _reward_weights(weights: object) -> Iterator[Problem]:
         yield Problem(
             "reward_weights", weights, "every reward has the weight 0", "Give at least one reward another weight."
         )
+
+
+_RANGES: tuple[Rule, ...] = (
+    _reward_weights,
+    Conflict(
+        "max_completion_length",
+        lambda c: c.max_completion_length is None,
+        "completions would have no limit (stock TRL then generates 20 tokens or crashes)",
+        "Set it to the number of tokens a completion may have, for example 512.",
+    ),
+    Conflict(
+        "num_generations",
+        lambda c: c.num_generations is None,
+        "a group has a size",
+        "Set it to 2 or more; the default is 8.",
+    ),
+    Conflict(
+        "max_steps",
+        lambda c: isinstance(c.max_steps, int) and (c.max_steps == 0 or c.max_steps < -1),
+        "transformers would train for num_train_epochs instead",
+        "Set it to 1 or more, or to -1 to train for num_train_epochs.",
+    ),
+    Conflict(
+        "entropy_coef_min",
+        lambda c: _reversed(c.entropy_coef_min, c.entropy_coef_max),
+        "above entropy_coef_max={c.entropy_coef_max}",
+        "Swap them.",
+    ),
+)
+
+
+def range_problems(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Yield numbers that are out of their range."""
+    yield from outside(config)
+    for rule in _RANGES:
+        yield from rule(config)
+
+
+def outside(part: Any) -> Iterator[Problem]:
+    """Yield the numbers among a dataclass's fields that are outside of the bounds in the table of settings."""
+    for f in dataclasses.fields(part):
+        value, bounds = getattr(part, f.name), SETTINGS.get(f.name, Setting()).within
+        if bounds is None or not isinstance(value, int | float) or isinstance(value, bool) or value in bounds:
+            continue
+        yield out_of_bounds(f.name, value, bounds, f.default)

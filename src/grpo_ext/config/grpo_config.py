@@ -13,10 +13,10 @@ from grpo_ext.bounded import parse_json
 from grpo_ext.config import checks
 from grpo_ext.config.arguments import KWARGS as KWARGS
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.broken import without
 from grpo_ext.config.launch import check_joined, planning, rank
 from grpo_ext.config.machine import OF_THE_GPU, choose_cpu, meet_within
 from grpo_ext.config.paths import OF_THE_RUN, expand
+from grpo_ext.config.rules import without
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ABSENT, Problem, redacted, redacted_text
@@ -121,18 +121,14 @@ class GRPOExtConfig(GRPOExtArguments):
 
     def _decode(self) -> Iterator[Problem]:
         """Convert texts of the command line and expand paths; yield what cannot be read."""
-        self._words_to_bools()
+        for name in ("scale_rewards", "shared_prefix"):  # which may be text too
+            value = getattr(self, name)
+            if isinstance(value, str) and value.lower() in ("true", "false"):
+                setattr(self, name, value.lower() == "true")
         self.report_to = self.report_to or "none"  # transformers refuses null once the model is loaded
         for name in OF_THE_RUN:
             setattr(self, name, expand(name, getattr(self, name)))
         yield from self._decode_json()
-
-    def _words_to_bools(self) -> None:
-        """Convert true and false from the command line, for fields that may be text too."""
-        for name in ("scale_rewards", "shared_prefix"):
-            value = getattr(self, name)
-            if isinstance(value, str) and value.lower() in ("true", "false"):
-                setattr(self, name, value.lower() == "true")
 
     def _decode_json(self) -> Iterator[Problem]:
         """Read our dict fields from JSON text; yield what cannot be read."""

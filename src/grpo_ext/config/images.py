@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
-from grpo_ext.config import pieces, process_engine, truncation
 from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.process_engine import samples_by_server, samples_in_process
 from grpo_ext.config.rules import columns_of_images
+from grpo_ext.config.truncation import needs_sets
 from grpo_ext.config.vllm import splits_weights
 from grpo_ext.errors import ABSENT, Problem
 
@@ -14,14 +15,17 @@ def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Proble
     found = columns_of_images(columns)
     if len(found) > 1:
         yield Problem("column 'image'", ABSENT, "TRL reads 'images' where both are given", "Keep one of them.")
-    for part in (truncation, process_engine, pieces):
-        yield from part.image_problems(config, columns)
-    if found:
-        yield from setting_problems(config)
-
-
-def setting_problems(config: GRPOExtArguments) -> Iterator[Problem]:
-    """Yield the problems of settings beside prompts with images."""
+    if not found:
+        return
+    yield from needs_sets(config, "a model of images cannot take them yet")
+    if samples_in_process(config):
+        yield Problem("rollout_engine", "process", "the process does not take images", "Set rollout_engine: auto.")
+    elif samples_by_server(config):
+        reason = "images are not sampled beside the training"
+        yield Problem("rollout_ahead", config.rollout_ahead, reason, "Remove rollout_ahead.")
+    if config.micro_batch_tokens is not None:
+        reason, cure = "rows with images are not cut by tokens yet", "Unset it, and lower per_device_train_batch_size."
+        yield Problem("micro_batch_tokens", config.micro_batch_tokens, reason, cure)
     if config.use_vllm:
         reason = "completions of prompts with images are sampled by transformers only"
         yield Problem("use_vllm", True, reason, "Set use_vllm: false.")

@@ -83,40 +83,6 @@ def _kl_names(config: GRPOExtArguments) -> Iterator[Problem]:
         yield Problem("use_bias_correction_kl", bias, f"it means kl_estimator={means!r}", "Keep one of them.", beside)
 
 
-def _kl_level(config: GRPOExtArguments) -> Iterator[Problem]:
-    if config.beta == 0.0:
-        return
-    objective = config.objective
-    kl, combination = kl_estimators.traits(objective.kl), objective.combination
-    in_reward = {"kl_placement": "reward"}
-    if not objective.kl_in_reward:
-        if objective.ratio not in kl.levels and config.loss_defaults == "paper":
-            beside = {"importance_sampling_level": objective.ratio}
-            reason = "it is unbiased only with the token ratio"
-            yield Problem("kl_estimator", objective.kl, reason, "Set kl_estimator: k3+.", beside)
-        return
-    if not kl.in_reward:
-        yield Problem("kl_estimator", objective.kl, "only its value counts there", "Set k1.", in_reward)
-    refused = partial(Problem, "kl_placement", "reward", cure="Set kl_placement: loss.")
-    if combination != "sum_then_normalize":
-        beside = {"multi_objective_aggregation": combination}
-        yield refused(reason="this combination has no total reward to take the KL from", beside=beside)
-    if estimators.traits(objective.advantage).unit_rewards:
-        beside = {"advantage_estimator": objective.advantage}
-        yield refused(reason="this estimator needs rewards in [0, 1]", beside=beside)
-
-
-def _kl_of_lengths(config: GRPOExtArguments) -> Iterator[Problem]:
-    if config.beta == 0.0:
-        return
-    objective = config.objective
-    once = aggregations.traits(objective.aggregation).completion_mean
-    if kl_estimators.traits(objective.kl).per_completion and not once:
-        reason = "it would weigh a completion's KL by its length"
-        cure, beside = "Set loss_aggregation: seq-mean-token-mean.", {"loss_aggregation": objective.aggregation}
-        yield Problem("kl_estimator", objective.kl, reason, cure, beside)
-
-
 # Advantages.
 
 
@@ -169,9 +135,47 @@ def _group_size(name: str, config: GRPOExtArguments) -> Iterator[Problem]:
 
 LOSS_RULES: tuple[Rule, ...] = (
     *(partial(_of_another_loss, name) for name in _FIELDS),
-    *(_surrogate, _ratio_level, _trl_defaults, _aggregation, _kl_names, _kl_level, _kl_of_lengths),
+    *(_surrogate, _ratio_level, _trl_defaults, _aggregation, _kl_names),
     *(_scale, _judged_by_advantages, _estimator_options),
     *(partial(_group_size, name) for name in ("num_generations", "num_generations_eval")),
+    Conflict(
+        "kl_estimator:objective.kl importance_sampling_level:objective.ratio",
+        lambda c: (
+            c.objective.kl_in_loss
+            and c.objective.ratio not in kl_estimators.traits(c.objective.kl).levels
+            and c.loss_defaults == "paper"
+        ),
+        "it is unbiased only with the token ratio",
+        "Set kl_estimator: k3+.",
+    ),
+    Conflict(
+        "kl_estimator:objective.kl kl_placement:objective.kl_placement",
+        lambda c: c.objective.kl_in_reward and not kl_estimators.traits(c.objective.kl).in_reward,
+        "only its value counts there",
+        "Set k1.",
+    ),
+    Conflict(
+        "kl_placement:objective.kl_placement multi_objective_aggregation:objective.combination",
+        lambda c: c.objective.kl_in_reward and c.objective.combination != "sum_then_normalize",
+        "this combination has no total reward to take the KL from",
+        "Set kl_placement: loss.",
+    ),
+    Conflict(
+        "kl_placement:objective.kl_placement advantage_estimator:objective.advantage",
+        lambda c: c.objective.kl_in_reward and estimators.traits(c.objective.advantage).unit_rewards,
+        "this estimator needs rewards in [0, 1]",
+        "Set kl_placement: loss.",
+    ),
+    Conflict(
+        "kl_estimator:objective.kl loss_aggregation:objective.aggregation",
+        lambda c: (
+            c.beta != 0.0
+            and kl_estimators.traits(c.objective.kl).per_completion
+            and not aggregations.traits(c.objective.aggregation).completion_mean
+        ),
+        "it would weigh a completion's KL by its length",
+        "Set loss_aggregation: seq-mean-token-mean.",
+    ),
     Conflict.of("kl_estimator !beta", "beta=0 means no KL term", "Set beta > 0 or remove it."),
     Conflict.of("kl_placement !beta", "beta=0 means no KL term", "Set beta > 0 or remove it."),
     Conflict(

@@ -15,9 +15,9 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 from trl import ModelConfig
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.launch import elsewhere, planning, rank, world_size
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.rules import as_far_as_sound
 from grpo_ext.errors import Problem
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from grpo_ext.bounded import parse_json, read_json
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.rules import Conflict, Rule
-from grpo_ext.config.spec import Spec
+from grpo_ext.config.spec import Spec, holds
 from grpo_ext.errors import Problem
 from grpo_ext.registry import did_you_mean
 
@@ -39,11 +39,6 @@ def mapping_problems(config: GRPOExtArguments) -> Iterator[Problem]:
             yield Problem(f.name, text, "not a mapping", cure)
         elif not Path(text).is_file() and (f.name != "deepspeed" or text.endswith(".json")):  # it may be base64
             yield Problem(f.name, text, "no such file", f"Correct the path, or give the mapping itself. {cure}")
-
-
-def holds(kind: type, hint: Any) -> bool:
-    """Return whether a field of this type may hold a `kind`, dict or list."""
-    return any(kind in (part, typing.get_origin(part)) for part in (hint, *typing.get_args(hint)))
 
 
 def as_mapping(value: object) -> Mapping[str, Any]:

@@ -37,7 +37,10 @@ _VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*)|\([^)]*\))")
 def expand(key: str, value: Any) -> Any:
     """Return the value of the setting `key` with known variables and home folders expanded."""
     if isinstance(value, str):
-        return value if _is_no_path(value) else os.path.expanduser(_VARIABLE.sub(_value_of, value))
+        if _is_no_path(value):
+            return value
+        known = _VARIABLE.sub(lambda found: os.environ.get(found[1] or found[2] or "") or found[0], value)
+        return os.path.expanduser(known)
     if isinstance(value, list):
         return [expand(key, entry) for entry in value]
     if isinstance(value, Mapping):
@@ -69,10 +72,6 @@ def _inside(key: str, value: Mapping[str, Any]) -> list[str]:
 def _is_no_path(text: str) -> bool:
     """Return whether this is a mapping as JSON, or Jinja."""
     return text.startswith("{") or "{{" in text or "{%" in text
-
-
-def _value_of(found: re.Match[str]) -> str:
-    return os.environ.get(found[1] or found[2] or "") or found[0]
 
 
 def _missing(found: re.Match[str]) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ import torch
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.launch import local_world_size, planning
-from grpo_ext.config.rules import Rule, columns_of_images
+from grpo_ext.config.rules import Rule
 from grpo_ext.config.truncation import rescalings
 from grpo_ext.errors import ABSENT, Problem
 
@@ -96,15 +96,3 @@ def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> I
         elif samples_by_server(config):
             cure, beside = "Remove it, or remove rollout_ahead.", {"rollout_ahead": config.rollout_ahead}
             yield Problem(name, ABSENT, f"{reason} beside the training", cure, beside)
-
-
-def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
-    """Yield the problem of a dataset whose `columns` hold images."""
-    if not columns_of_images(columns):
-        return
-    if samples_in_process(config):
-        reason = "the process does not take images"
-        yield Problem("rollout_engine", "process", reason, "Set rollout_engine: auto.")
-    elif samples_by_server(config):
-        reason = "images are not sampled beside the training"
-        yield Problem("rollout_ahead", config.rollout_ahead, reason, "Remove rollout_ahead.")

@@ -1,13 +1,18 @@
-"""How a rule of a config is written: a function that yields problems, or a row that names settings in conflict."""
+"""How a rule of a config is written, a function or a row of settings in conflict, and how far it is asked.
+
+A rule ends where it reads a value that is refused already.
+"""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from operator import attrgetter
+from typing import NoReturn, TypeAlias, TypeVar
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.errors import Problem
 
+T = TypeVar("T")
 Rule: TypeAlias = Callable[[GRPOExtArguments], Iterator[Problem]]
 """Takes a config and yields the problems of one matter."""
 IMAGE_COLUMNS = ("image", "images")
@@ -19,7 +24,8 @@ class Conflict:
     """A rule with one condition.
 
     Args:
-        fields: the setting to name and the others that make it a mistake, in one text.
+        fields: the setting to name and the others that make it a mistake, in one text; of `beta:objective.beta` the
+            value is that of the second.
         when: whether a config has the mistake.
         reason: as in `Problem`; "{c.beta}" is replaced by the value.
         cure: as in `Problem`, likewise.
@@ -39,7 +45,8 @@ class Conflict:
     def __call__(self, config: GRPOExtArguments) -> Iterator[Problem]:
         """Yield the problem, if there is one."""
         if self.when(config):
-            (field, value), *others = ((name, plain(getattr(config, name))) for name in self.fields.split())
+            pairs = (setting.partition(":")[::2] for setting in self.fields.split())
+            (field, value), *others = ((name, plain(attrgetter(place or name)(config))) for name, place in pairs)
             yield Problem(field, value, self.reason.format(c=config), self.cure.format(c=config), dict(others))
 
 
@@ -65,3 +72,49 @@ def is_set(config: object, name: str) -> bool:
     factory = field.default_factory
     default = field.default if factory is dataclasses.MISSING else factory()
     return bool(getattr(config, name) != default)
+
+
+# Values that are refused already.
+
+
+class BrokenFieldRead(BaseException):
+    """A rule has read a value that is refused already; no rule's own `except Exception` stops it."""
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise BrokenFieldRead
+
+
+class _Broken:
+    """Replace a refused value: it can be passed on, but any use of it raises `BrokenFieldRead`."""
+
+    __class__ = property(_refuse)  # isinstance reads this
+    __getattr__ = _refuse
+    __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __hash__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __neg__ = __index__ = __float__ = _refuse
+    __str__ = __repr__ = __format__ = __fspath__ = _refuse
+
+
+def without(config: T, fields: Iterable[str]) -> T:
+    """Return a copy of a config in which no rule can use the values of `fields`."""
+    copy = object.__new__(type(config))
+    vars(copy).update(vars(config) | dict.fromkeys(fields, _Broken()))
+    vars(copy).pop("_objective", None)
+    return copy
+
+
+def is_broken(value: object) -> bool:
+    """Return whether this replaces a refused value."""
+    return type(value) is _Broken
+
+
+def as_far_as_sound(problems: Iterator[T]) -> Iterator[T]:
+    """Yield the problems that a rule finds before it reads a refused value."""
+    try:
+        for problem in problems:
+            str(problem)  # it may quote a refused value
+            yield problem
+    except BrokenFieldRead:
+        return

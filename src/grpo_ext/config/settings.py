@@ -69,6 +69,11 @@ def _group(change: Change, *free: str, in_one_step: bool = False, **rows: Settin
     return {name: replace(row, change=change, in_one_step=in_one_step) for name, row in every.items()}
 
 
+def _each(within: Within, *names: str) -> dict[str, Setting]:
+    """Return rows of numbers that have the same bounds."""
+    return dict.fromkeys(names, Setting(within))
+
+
 def _values(enum: type[Enum]) -> tuple[str, ...]:
     return tuple(str(member.value) for member in enum)
 
@@ -89,15 +94,9 @@ SETTINGS: dict[str, Setting] = {
     # The loss.
     **_group(
         Change.ANOTHER_RUN,
-        *(
-            "loss_type",
-            "loss_kwargs",
-            "advantage_kwargs",
-            "loss_aggregation_kwargs",
-            "use_adaptive_entropy",
-            "use_bias_correction_kl",
-        ),
-        *("mask_truncated_completions", "skip_zero_advantages", "vllm_importance_sampling_correction"),
+        *("loss_type", "loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs", "use_adaptive_entropy"),
+        *("use_bias_correction_kl", "mask_truncated_completions"),
+        *("skip_zero_advantages", "vllm_importance_sampling_correction"),
         loss_defaults=Setting(choices=("paper", "trl")),
         importance_sampling_level=Setting(choices=ratios),
         kl_estimator=Setting(choices=kl_estimators, function=True),
@@ -107,25 +106,15 @@ SETTINGS: dict[str, Setting] = {
         multi_objective_aggregation=Setting(choices=combinations),
         missing_rewards=Setting(choices=("renormalize", "zero")),
         loss_aggregation=Setting(choices=aggregations, function=True),
-        beta=Setting(NOT_NEGATIVE),
-        epsilon=Setting(NOT_NEGATIVE),
-        epsilon_high=Setting(NOT_NEGATIVE),
-        delta=Setting(_POSITIVE),
-        sapo_temperature_pos=Setting(_POSITIVE),
-        sapo_temperature_neg=Setting(_POSITIVE),
-        vespo_k_pos=Setting(NOT_NEGATIVE),
-        vespo_k_neg=Setting(NOT_NEGATIVE),
-        vespo_lambda_pos=Setting(NOT_NEGATIVE),
-        vespo_lambda_neg=Setting(NOT_NEGATIVE),
-        off_policy_mask_threshold=Setting(_POSITIVE),
         top_entropy_quantile=Setting(_UNIT),
-        entropy_coef=Setting(_FINITE),
-        entropy_coef_min=Setting(_FINITE),
-        entropy_coef_max=Setting(_FINITE),
-        entropy_coef_delta=Setting(NOT_NEGATIVE),
-        entropy_target=Setting(NOT_NEGATIVE),
-        router_aux_loss_coef=Setting(NOT_NEGATIVE),
         old_logps=Setting(choices=("recomputed", "sampler")),
+        **_each(
+            NOT_NEGATIVE,
+            *("beta", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos"),
+            *("vespo_lambda_neg", "entropy_coef_delta", "entropy_target", "router_aux_loss_coef"),
+        ),
+        **_each(_POSITIVE, "delta", "sapo_temperature_pos", "sapo_temperature_neg", "off_policy_mask_threshold"),
+        **_each(_FINITE, "entropy_coef", "entropy_coef_min", "entropy_coef_max"),
         in_one_step=True,
     ),
     # The sampler's correction: a recorded batch has its weights.
@@ -135,9 +124,8 @@ SETTINGS: dict[str, Setting] = {
         vllm_importance_sampling_mode=Setting(
             choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
         ),
-        vllm_importance_sampling_cap=Setting(_POSITIVE),
-        vllm_importance_sampling_clip_max=Setting(_POSITIVE),
         vllm_importance_sampling_clip_min=Setting(NOT_NEGATIVE),
+        **_each(_POSITIVE, "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
     ),
     # How the policy and its reference compute, which the loss of one step depends on too.
     **_group(
@@ -145,10 +133,9 @@ SETTINGS: dict[str, Setting] = {
         *("bf16", "fp16", "use_liger_kernel", "model_init_kwargs", "disable_dropout", "cast_lm_head_to_fp32"),
         temperature=Setting(Within(above=0.0, because="at 0 every completion of a group is the same")),
         num_generations=Setting(Within(least=2.0, because="a group baseline needs at least 2 completions per prompt")),
-        max_completion_length=Setting(COUNT),
         pad_to_multiple_of=Setting(COUNT, choices=("auto",)),
         ref_model_mixup_alpha=Setting(_UNIT),
-        ref_model_sync_steps=Setting(COUNT),
+        **_each(COUNT, "max_completion_length", "ref_model_sync_steps"),
         in_one_step=True,
     ),
     **_group(
@@ -175,14 +162,12 @@ SETTINGS: dict[str, Setting] = {
         dynamic_sampling=Setting(
             text="Write reward, or the name of one of the rewards, or leave it out.", replay=None
         ),
-        dynamic_sampling_max_rounds=Setting(COUNT),
-        max_tool_calling_iterations=Setting(COUNT),
         completion_length_counts=Setting(choices=("all", "policy")),
         use_vllm=Setting(replay=False),
         vllm_mode=Setting(choices=("server", "colocate")),
         vllm_model_impl=Setting(choices=("vllm", "transformers")),
         vllm_dtype=Setting(choices=("auto", "float32", "bfloat16", "float16")),
-        vllm_max_model_length=Setting(COUNT),
+        **_each(COUNT, "dynamic_sampling_max_rounds", "max_tool_calling_iterations", "vllm_max_model_length"),
     ),
     **_group(
         Change.ROUNDING,
@@ -193,21 +178,18 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.NOTHING,
         *("vllm_server_base_url", "vllm_server_host", "vllm_enable_sleep_mode"),
-        vllm_server_port=Setting(_PORT),
-        vllm_group_port=Setting(_PORT),
         vllm_server_timeout=Setting(_POSITIVE),
         vllm_gpu_memory_utilization=Setting(_SHARE),
         vllm_weight_transfer=Setting(choices=("auto", "nccl", "gloo")),
         rollout_drift=Setting(NOT_NEGATIVE),
         rollout_drift_action=Setting(choices=("warn", "stop")),
+        **_each(_PORT, "vllm_server_port", "vllm_group_port"),
     ),
     # Batches, data and random numbers.
     **_group(
         Change.SPLIT,
         "world_size",
-        per_device_train_batch_size=Setting(COUNT),
-        gradient_accumulation_steps=Setting(COUNT),
-        steps_per_generation=Setting(COUNT),
+        **_each(COUNT, "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
     ),
     **_group(
         Change.ANOTHER_RUN,
@@ -216,42 +198,31 @@ SETTINGS: dict[str, Setting] = {
         generation_batch_size=Setting(COUNT, replay=None),
         num_iterations=Setting(COUNT, replay=1),
         reward_weights=Setting(replay=None),
-        seed=Setting(_SEED),
-        data_seed=Setting(_SEED),
         label_smoothing_factor=Setting(unused="GRPO has no labels to smooth"),
         label_names=Setting(unused="GRPO has no labels"),
         train_sampling_strategy=Setting(unused="the sampler keeps the completions of a prompt together"),
         length_column_name=Setting(unused="the sampler keeps the completions of a prompt together"),
+        **_each(_SEED, "seed", "data_seed"),
     ),
     **_group(
         Change.NOTHING,
         *("dataloader_pin_memory", "dataloader_persistent_workers"),
-        dataloader_num_workers=Setting(NOT_NEGATIVE),
         dataloader_prefetch_factor=Setting(COUNT),
         dataloader_multiprocessing_context=Setting(choices=("fork", "spawn", "forkserver")),
-        reward_workers=Setting(NOT_NEGATIVE),
-        reward_memory_gib=Setting(NOT_NEGATIVE),
+        **_each(NOT_NEGATIVE, "dataloader_num_workers", "reward_workers", "reward_memory_gib"),
     ),
     # The optimizer and its schedule.
-    **_group(
-        Change.LENGTH,
-        max_steps=Setting(replay=1),
-        num_train_epochs=Setting(_POSITIVE),
-    ),
+    **_group(Change.LENGTH, max_steps=Setting(replay=1), num_train_epochs=Setting(_POSITIVE)),
     **_group(
         Change.ANOTHER_RUN,
         *("optim_target_modules", "optim_args", "lr_scheduler_kwargs", "average_tokens_across_devices"),
         optim=Setting(choices=_values(OptimizerNames), replay="sgd"),
         learning_rate=Setting(NOT_NEGATIVE, replay=0.0),
         lr_scheduler_type=Setting(choices=_values(SchedulerType), replay="constant"),
-        warmup_steps=Setting(NOT_NEGATIVE),
-        weight_decay=Setting(NOT_NEGATIVE),
-        max_grad_norm=Setting(NOT_NEGATIVE),
-        adam_beta1=Setting(BELOW_ONE),
-        adam_beta2=Setting(BELOW_ONE),
         adam_epsilon=Setting(_POSITIVE),
-        neftune_noise_alpha=Setting(NOT_NEGATIVE),
         sync_ref_model=Setting(replay=False),
+        **_each(NOT_NEGATIVE, "warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha"),
+        **_each(BELOW_ONE, "adam_beta1", "adam_beta2"),
     ),
     **_group(Change.NOTHING, on_nonfinite=Setting(choices=("stop", "skip"))),
     # The model, its engines and the machine.
@@ -261,9 +232,8 @@ SETTINGS: dict[str, Setting] = {
         *("tf32", "liger_kernel_config", "use_cache", "accelerator_config", "parallelism_config"),
         *("fsdp_config", "deepspeed"),
         fsdp=Setting(text="Launch by --accelerate_config fsdp2, or leave it out."),
-        lora_r=Setting(COUNT),
-        lora_alpha=Setting(COUNT),
         lora_dropout=Setting(BELOW_ONE),
+        **_each(COUNT, "lora_r", "lora_alpha"),
     ),
     **_group(
         Change.ROUNDING,
@@ -275,20 +245,14 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.NOTHING,
         *("debug", "do_train", "local_rank", "skip_memory_metrics"),
-        ddp_timeout=Setting(COUNT),
-        torch_empty_cache_steps=Setting(COUNT),
+        **_each(COUNT, "ddp_timeout", "torch_empty_cache_steps"),
     ),
     # Logging.
     **_group(
         Change.NOTHING,
-        *(
-            "include_num_input_tokens_seen",
-            "log_completions",
-            "log_completions_hub_repo",
-            "log_multimodal",
-            "log_on_each_node",
-        ),
-        *("log_unique_prompts", "logging_first_step", "logging_nan_inf_filter", "project", "run_name"),
+        *("include_num_input_tokens_seen", "log_completions", "log_completions_hub_repo", "log_multimodal"),
+        *("log_on_each_node", "log_unique_prompts", "logging_first_step", "logging_nan_inf_filter"),
+        *("project", "run_name"),
         *("trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
         disable_tqdm=Setting(replay=True),
         log_level=Setting(choices=tuple(trainer_log_levels)),
@@ -306,27 +270,18 @@ SETTINGS: dict[str, Setting] = {
         *("eval_use_gather_object", "bf16_full_eval", "fp16_full_eval", "prediction_loss_only"),
         *("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
         eval_strategy=Setting(choices=_INTERVALS),
-        eval_steps=Setting(NOT_NEGATIVE),
-        eval_delay=Setting(NOT_NEGATIVE),
-        eval_accumulation_steps=Setting(COUNT),
-        num_generations_eval=Setting(COUNT),
-        per_device_eval_batch_size=Setting(COUNT),
         include_for_metrics=Setting(unused="no compute_metrics is called"),
         batch_eval_metrics=Setting(unused="no compute_metrics is called"),
+        **_each(NOT_NEGATIVE, "eval_steps", "eval_delay"),
+        **_each(COUNT, "eval_accumulation_steps", "num_generations_eval", "per_device_eval_batch_size"),
     ),
     # Checkpoints and the hub.
     **_group(Change.ANOTHER_RUN, "hub_token", "restore_callback_states_from_checkpoint"),
     **_group(
         Change.NOTHING,
-        *(
-            "enable_jit_checkpoint",
-            "hub_always_push",
-            "hub_model_id",
-            "hub_private_repo",
-            "hub_revision",
-            "push_to_hub",
-        ),
-        *("output_dir", "push_to_hub_revision", "resume_from_checkpoint", "save_on_each_node", "save_only_model"),
+        *("enable_jit_checkpoint", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision"),
+        *("push_to_hub", "output_dir", "push_to_hub_revision", "resume_from_checkpoint"),
+        *("save_on_each_node", "save_only_model"),
         hub_strategy=Setting(choices=_values(HubStrategy)),
         save_strategy=Setting(choices=_values(SaveStrategy), replay="no"),
         save_steps=Setting(NOT_NEGATIVE),

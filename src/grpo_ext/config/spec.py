@@ -152,6 +152,11 @@ def option_problems(
     yield from replace(Spec.of_function(function, *of_fields), example=example).problems(setting, options)
 
 
+def described(default: object, meaning: str) -> Any:
+    """Return a field of a dataclass with its meaning, for the help of a command."""
+    return field(default=default, metadata={"help": meaning})
+
+
 # Types.
 
 
@@ -174,7 +179,7 @@ def wrong_type(
 
     `known` are the names that a setting may have, where it is one of names.
     """
-    mapping = _takes_mapping(hint)
+    mapping = holds(dict, hint)
     readings = (read for read in _readings(value) if isinstance(read, Mapping) or not mapping)
     fitting = (read for read in readings if is_bearable(read, hint, conf=_TOWER))
     meant = next((read for read in fitting if not known or read in known), default)
@@ -198,9 +203,9 @@ def kind(value: object) -> str:
     return _NAMES.get(type(value), f"a {type(value).__name__}")
 
 
-def _takes_mapping(hint: Any) -> bool:
-    """Return whether a type takes a mapping; its text is then JSON, for the command line."""
-    return any(dict in (part, typing.get_origin(part)) for part in (hint, *typing.get_args(hint)))
+def holds(kind: type, hint: Any) -> bool:
+    """Return whether a field of this type may hold a `kind`; the text of a dict is JSON, for the command line."""
+    return any(kind in (part, typing.get_origin(part)) for part in (hint, *typing.get_args(hint)))
 
 
 def _expected(hint: Any) -> str:
@@ -213,7 +218,7 @@ def _expected(hint: Any) -> str:
     if origin is list and parts:
         return f"a list of {_PLURALS.get(parts[0], 'values')}"
     if origin in (types.UnionType, typing.Union):
-        words = dict.fromkeys(_expected(part) for part in parts if part is not str or not _takes_mapping(hint))
+        words = dict.fromkeys(_expected(part) for part in parts if part is not str or not holds(dict, hint))
         return " or ".join(word for word in words if word != "a whole number" or "a number" not in words)
     return _NAMES.get(origin or hint, f"a {getattr(hint, '__name__', hint)}")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.mappings import as_mapping, generation_options
-from grpo_ext.config.rules import Rule, columns_of_images
+from grpo_ext.config.rules import Conflict, Rule
 from grpo_ext.config.settings import GREEDY
 from grpo_ext.errors import Problem
 
@@ -54,12 +54,9 @@ def rescalings(config: GRPOExtArguments) -> dict[str, object]:
 def _given(config: GRPOExtArguments, effects: Mapping[str, object]) -> dict[str, object]:
     given, known = as_mapping(config.generation_kwargs), generation_options(vllm=bool(config.use_vllm))
     names = [name for name in given if name in effects and name in known]
-    return {f"generation_kwargs.{name}": v for name in names if _acts(v := given[name], effects[name])}
-
-
-def _acts(value: object, neutral: object) -> bool:
-    """Return whether an option is on; 0 may be the id of a token, or a scale."""
-    return value not in (None, neutral, "", [], {}, ()) and value is not False
+    off = (None, "", [], {}, ())  # not 0, which may be the id of a token, or a scale
+    acts = (name for name in names if given[name] not in (*off, effects[name]) and given[name] is not False)
+    return {f"generation_kwargs.{name}": given[name] for name in acts}
 
 
 def scores_kept_sets(config: GRPOExtArguments) -> bool:
@@ -70,7 +67,7 @@ def scores_kept_sets(config: GRPOExtArguments) -> bool:
 # Where the sets are not known.
 
 
-def _needs_sets(config: GRPOExtArguments, reason: str, cure: str = "") -> Iterator[Problem]:
+def needs_sets(config: GRPOExtArguments, reason: str, cure: str = "") -> Iterator[Problem]:
     """Yield the problem of a truncated sampler whose kept tokens the loss cannot take; `cure` is another way out."""
     if scores_kept_sets(config):
         name, value = next(iter(truncations(config).items()))
@@ -97,28 +94,23 @@ def _rescaled(config: GRPOExtArguments) -> Iterator[Problem]:
         yield from _altered(rescalings(config))
 
 
-def _greedy(config: GRPOExtArguments) -> Iterator[Problem]:
-    if config.top_k == 1:
-        yield Problem("top_k", 1, GREEDY, "Set a larger one, or 0, which switches it off.")
-
-
-def _unbounded(config: GRPOExtArguments) -> Iterator[Problem]:
+def _unknown_sets(config: GRPOExtArguments) -> Iterator[Problem]:
     if config.use_vllm and not config.top_k:
-        yield from _needs_sets(config, "vLLM returns them only where top_k bounds their number", "Set top_k: 50 too.")
-
-
-def _elsewhere(config: GRPOExtArguments) -> Iterator[Problem]:
+        yield from needs_sets(config, "vLLM returns them only where top_k bounds their number", "Set top_k: 50 too.")
     if not config.use_vllm and config.use_transformers_continuous_batching:
         reason = "continuous batching does not return them"
-        yield from _needs_sets(config, reason, "Set use_transformers_continuous_batching: false.")
+        yield from needs_sets(config, reason, "Set use_transformers_continuous_batching: false.")
     if not config.use_vllm and as_mapping(config.generation_kwargs).get("remove_invalid_values"):
         reason = "generation_kwargs.remove_invalid_values gives those that were removed a finite score"
-        yield from _needs_sets(config, reason, "Remove it.")
+        yield from needs_sets(config, reason, "Remove it.")
     if config.torch_compile:
-        yield from _needs_sets(config, "a compiled forward cannot take them", "Set torch_compile: false.")
+        yield from needs_sets(config, "a compiled forward cannot take them", "Set torch_compile: false.")
 
 
-TRUNCATION_RULES: tuple[Rule, ...] = (_greedy, _rescaled, _unbounded, _elsewhere)
+TRUNCATION_RULES: tuple[Rule, ...] = (
+    Conflict("top_k", lambda c: c.top_k == 1, GREEDY, "Set a larger one, or 0, which switches it off."),
+    *(_rescaled, _unknown_sets),
+)
 """Exact, or refused."""
 
 
@@ -126,19 +118,13 @@ def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> I
     """Yield the problem of rollouts by `given` arguments, by name, that do not carry the tokens that were kept."""
     for name in (name for name, value in given.items() if value):
         verb = "do" if name.endswith("s") else "does"
-        yield from _needs_sets(config, f"{name} {verb} not pass them on", f"Remove {name}.")
-
-
-def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:
-    """Yield the problem of a dataset whose `columns` hold images."""
-    if columns_of_images(columns):
-        yield from _needs_sets(config, "a model of images cannot take them yet")
+        yield from needs_sets(config, f"{name} {verb} not pass them on", f"Remove {name}.")
 
 
 def adapter_problems(config: GRPOExtArguments, virtual_tokens: bool) -> Iterator[Problem]:
     """Yield the problem of an adapter that adds `virtual_tokens` before the prompt."""
     if virtual_tokens:
-        yield from _needs_sets(config, "an adapter that adds tokens moves the positions", "Use LoRA.")
+        yield from needs_sets(config, "an adapter that adds tokens moves the positions", "Use LoRA.")
 
 
 def reshaping(config: GRPOExtArguments) -> dict[str, object]:

@@ -71,19 +71,17 @@ def _colocated(config: GRPOExtArguments) -> bool:
     return bool(config.use_vllm) and config.vllm_mode == "colocate"
 
 
-def _context(config: GRPOExtArguments) -> Iterator[Problem]:
-    longest, completion = config.vllm_max_model_length, config.max_completion_length
-    if _colocated(config) and longest is not None and completion is not None and longest <= completion:
-        yield Problem(
-            "vllm_max_model_length",
-            longest,
-            f"it is the length of prompt and completion together, and max_completion_length={completion} fills it",
-            f"Set it above {completion}, by the length of the longest prompt.",
-        )
-
-
 VLLM_RULES: tuple[Rule, ...] = (
-    *(_quantized, _context, *ENGINE_OPTION_RULES),
+    *(_quantized, *ENGINE_OPTION_RULES),
+    Conflict(
+        "vllm_max_model_length",
+        lambda c: (
+            _colocated(c) and c.vllm_max_model_length and c.vllm_max_model_length <= (c.max_completion_length or 0)
+        ),
+        "it is the length of prompt and completion together, and max_completion_length={c.max_completion_length} "
+        "fills it",
+        "Set it above {c.max_completion_length}, by the length of the longest prompt.",
+    ),
     Conflict(
         "vllm_weight_transfer use_cpu",
         lambda c: c.use_cpu and c.vllm_weight_transfer == "nccl" and _server(c),

@@ -24,6 +24,7 @@ from grpo_ext.data.rows import (
     Row,
     RowError,
     extract_answer,
+    unusable,
     without_none,
 )
 from grpo_ext.errors import ABSENT, DataError, Problem
@@ -60,10 +61,6 @@ def read_completions(path: str | Path, config: DataConfig | None = None) -> list
     return rows
 
 
-def _unusable(path: Path, reason: str, cure: str) -> DataError:
-    return DataError([Problem(str(path), ABSENT, reason, cure)])
-
-
 def check_output(path: str | Path) -> Path:
     """Return the path of a file that `write_completions` can write.
 
@@ -73,9 +70,9 @@ def check_output(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix not in SUFFIXES:
         cure = f"Give a name that ends in {' or '.join(SUFFIXES)}."
-        raise _unusable(path, "a file of completions has another ending", cure)
+        raise unusable(path, "a file of completions has another ending", cure)
     if not path.parent.is_dir():
-        raise _unusable(path, f"no folder {path.parent}", "Make it, or name another.")
+        raise unusable(path, f"no folder {path.parent}", "Make it, or name another.")
     return path
 
 
@@ -122,11 +119,11 @@ def _files(path: Path) -> list[Path]:
         folder = path / "completions" if (path / "completions").is_dir() else path
         found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
         if not found:
-            raise _unusable(path, f"no {' or '.join(SUFFIXES)} file in it", "Train with log_completions: true.")
+            raise unusable(path, f"no {' or '.join(SUFFIXES)} file in it", "Train with log_completions: true.")
         return found
     if not path.is_file():
         cure = "Name a jsonl or parquet file, or a folder of them."
-        raise _unusable(path, "cannot be read (no such file)", cure)
+        raise unusable(path, "cannot be read (no such file)", cure)
     return [path]
 
 
@@ -138,7 +135,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Row | RowError]]:
     try:
         rows = parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise _unusable(file, f"cannot be read ({error})", "Write it again.") from None
+        raise unusable(file, f"cannot be read ({error})", "Write it again.") from None
     for number, row in enumerate(rows):
         yield (
             f"{file}, row {number} (from 0)",

@@ -1,12 +1,12 @@
 """Settings of the dataset, and their checks before anything is loaded."""
 
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grpo_ext.bounded import parse_json
-from grpo_ext.config.spec import Spec
+from grpo_ext.config.spec import Spec, described
 from grpo_ext.data import chat_template, tasks
 from grpo_ext.data import files as local_files
 from grpo_ext.errors import DataError, Problem
@@ -25,91 +25,62 @@ Share = Annotated[float, Within(least=0.0, most=1.0)]
 class DataConfig:
     """Dataset settings beside those of TRL's script arguments (`dataset_name`, `dataset_train_split`, ...)."""
 
-    dataset_kwargs: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Options of a procedural task (dataset_name: reasoning_gym/<task> or quickstart/addition), for "
-            'example {"min_terms": 2, "max_terms": 3, "size": 5000, "seed": 1}.'
-        },
+    dataset_kwargs: dict | str | None = described(
+        None,
+        "Options of a procedural task (dataset_name: reasoning_gym/<task> or quickstart/addition), for "
+        'example {"min_terms": 2, "max_terms": 3, "size": 5000, "seed": 1}.',
     )
-    system_prompt: str | None = field(
-        default=None,
-        metadata={"help": "System message put in front of every prompt that has none."},
+    system_prompt: str | None = described(None, "System message put in front of every prompt that has none.")
+    chat_template: str | None = described(
+        None,
+        "Chat template of the tokenizer, saved with the model: Jinja text, or the path of a .jinja file. "
+        "Unset: the tokenizer's own; its options are `chat_template_kwargs`.",
     )
-    chat_template: str | None = field(
-        default=None,
-        metadata={
-            "help": "Chat template of the tokenizer, saved with the model: Jinja text, or the path of a .jinja file. "
-            "Unset: the tokenizer's own; its options are `chat_template_kwargs`."
-        },
+    prompt_column: str | None = described(
+        None, "Column that becomes `prompt`. Unset: the first of `prompt`, `question` and `problem` that exists."
     )
-    prompt_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column that becomes `prompt`. Unset: the first of `prompt`, `question` and `problem` that exists."
-        },
+    answer_column: str | None = described(
+        None,
+        "Column that becomes `solution`, the reference answer that rewards see. Unset: the first of "
+        "`solution`, `answer`, `final_answer` and `gold` that exists, if any.",
     )
-    answer_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column that becomes `solution`, the reference answer that rewards see. Unset: the first of "
-            "`solution`, `answer`, `final_answer` and `gold` that exists, if any."
-        },
+    answer_format: Literal["gsm8k", "boxed"] | None = described(
+        None,
+        "Where the answer is in its column: `gsm8k` is the text after ####, `boxed` the content of "
+        "the last \\boxed{}. Unset: the whole value.",
     )
-    answer_format: Literal["gsm8k", "boxed"] | None = field(
-        default=None,
-        metadata={
-            "help": "Where the answer is in its column: `gsm8k` is the text after ####, `boxed` the content of "
-            "the last \\boxed{}. Unset: the whole value."
-        },
+    test_size: float | None = described(
+        None,
+        "Rows held out from training for evaluation when the dataset has no test split: a fraction below "
+        "1, a number of rows from 1 up. For a reasoning_gym task the size of its evaluation split (unset: 0.1).",
     )
-    test_size: float | None = field(
-        default=None,
-        metadata={
-            "help": "Rows held out from training for evaluation when the dataset has no test split: a fraction below "
-            "1, a number of rows from 1 up. For a reasoning_gym task the size of its evaluation split (unset: 0.1)."
-        },
+    split_seed: NaturalNumber = described(
+        0, "Seed of the split that `test_size`, or `test_split_size` of a mixture, makes."
     )
-    split_seed: NaturalNumber = field(
-        default=0, metadata={"help": "Seed of the split that `test_size`, or `test_split_size` of a mixture, makes."}
+    max_prompt_length: Count | None = described(
+        None, "Drop (never truncate) prompts of more tokens than this, chat template included."
     )
-    max_prompt_length: Count | None = field(
-        default=None,
-        metadata={"help": "Drop (never truncate) prompts of more tokens than this, chat template included."},
+    min_pass_rate: Share | None = described(
+        None,
+        "Drop rows whose column `pass_rate` is below this, or not known. `grpo-ext sample` writes it: the "
+        "share of a model's completions that were right.",
     )
-    min_pass_rate: Share | None = field(
-        default=None,
-        metadata={
-            "help": "Drop rows whose column `pass_rate` is below this, or not known. `grpo-ext sample` writes it: the "
-            "share of a model's completions that were right."
-        },
+    max_pass_rate: Share | None = described(None, "Drop rows whose column `pass_rate` is above this, or is not known.")
+    max_samples: Count | None = described(
+        None,
+        "Use only the first so many rows of each split, counted before anything is dropped or held out. "
+        "In a mixture (`datasets`), each dataset gives its share of them.",
     )
-    max_pass_rate: Share | None = field(
-        default=None, metadata={"help": "Drop rows whose column `pass_rate` is above this, or is not known."}
-    )
-    max_samples: Count | None = field(
-        default=None,
-        metadata={
-            "help": "Use only the first so many rows of each split, counted before anything is dropped or held out. "
-            "In a mixture (`datasets`), each dataset gives its share of them."
-        },
-    )
-    on_bad_row: Literal["error", "drop"] = field(
-        default="error",
-        metadata={
-            "help": "How to treat rows that cannot be used, such as one with an empty prompt or without the answer it "
-            "needs: `error` names them and ends, `drop` trains without them and logs their number. A line that is "
-            "not JSON or CSV is an error in both."
-        },
+    on_bad_row: Literal["error", "drop"] = described(
+        "error",
+        "How to treat rows that cannot be used, such as one with an empty prompt or without the answer it "
+        "needs: `error` names them and ends, `drop` trains without them and logs their number. A line that is "
+        "not JSON or CSV is an error in both.",
     )
 
 
 def dataset_problems(
-    config: DataConfig,
-    dataset_name: str | None = None,
-    *,
-    dataset_config: str | None = None,
-    streaming: bool = False,
+    config: DataConfig, dataset_name: str | None = None, *, dataset_config: str | None = None, streaming: bool = False
 ) -> list[Problem]:
     """Return what is wrong with the settings, as far as it shows without loading."""
     found = value_problems(config)

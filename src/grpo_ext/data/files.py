@@ -9,8 +9,8 @@ from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patte
 from pyarrow import ArrowException, parquet
 
 from grpo_ext.data.json_rows import json_rows, jsonl_rows, not_utf8
-from grpo_ext.data.rows import MAX_REPORTED, Row, RowError
-from grpo_ext.errors import ABSENT, DataError, Problem
+from grpo_ext.data.rows import MAX_REPORTED, Row, RowError, unusable
+from grpo_ext.errors import DataError, Problem
 from grpo_ext.registry import did_you_mean
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -55,7 +55,7 @@ def split_files(path: Path, split: str) -> list[Path]:
     found = [file for file in files if name.fullmatch(file.stem)]
     if len({file.suffix for file in found}) > 1:
         reason = f"split {split!r} is made up of {', '.join(file.name for file in found)}"
-        raise DataError([Problem(str(path), ABSENT, reason, "Keep one kind, or name one file.")])
+        raise unusable(path, reason, "Keep one kind, or name one file.")
     return found
 
 
@@ -88,7 +88,7 @@ def csv_columns(file: Path) -> list[str]:
         number, error = _first_line_not_utf8(file)
         raise DataError([error.at(f"{file}, line {number}")]) from None
     if not header:
-        raise DataError([Problem(str(file), ABSENT, "no rows", "Write a header and at least one.")])
+        raise unusable(file, "no rows", "Write a header and at least one.")
     for name in header:
         if (count := header.count(name)) > 1:
             error = RowError(f"{count} columns of that name", "Rename or remove one.", name)
@@ -98,7 +98,7 @@ def csv_columns(file: Path) -> list[str]:
 
 def no_rows(files: Iterable[Path]) -> DataError:
     """Return the error for files without a row."""
-    return DataError([Problem(", ".join(map(str, files)), ABSENT, "no rows", "Write at least one.")])
+    return unusable(", ".join(map(str, files)), "no rows", "Write at least one.")
 
 
 def filled_parquet(files: list[Path]) -> list[Path]:

@@ -26,8 +26,8 @@ from grpo_ext.data.config import (
 )
 from grpo_ext.data.held_out import hold_out
 from grpo_ext.data.prepare import AnyDataset, Split, Tokenizer, prepare_split
-from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, Row
-from grpo_ext.errors import ABSENT, DataError, Problem
+from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, Row, unusable
+from grpo_ext.errors import DataError, Problem
 from grpo_ext.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -146,14 +146,14 @@ def load_split(
         return None
     if path.is_file() and key not in ("train", path.stem):
         cure = "Remove the split, or write train; a slice is written train[:100]."
-        raise _no_split(source, f"no such split, {path.name} being one file", cure)
+        raise unusable(source, f"no such split, {path.name} being one file", cure)
     files = local_files.split_files(path, key) if dataset_config is None else []
     if not files and dataset_config is None:
         splits = local_files.folder_splits(path)
         if key not in splits and splits:
             if optional:
                 return None
-            raise _no_split(source, "no such split", did_you_mean(key, splits))
+            raise unusable(source, "no such split", did_you_mean(key, splits))
         files = splits.get(key, [])
     if files:
         return load_files(files, config, streaming, split, source)
@@ -165,10 +165,6 @@ def _key(split: str) -> str:
     return re.split(r"\W", split)[0]
 
 
-def _no_split(source: str, reason: str, cure: str) -> DataError:
-    return DataError([Problem(source, ABSENT, reason, cure)])
-
-
 def load_files(files: list[Path], config: DataConfig, streaming: bool, split: str, source: str) -> Split:
     """Load the rows of one split's files, all of one kind; `split` may be a slice.
 
@@ -177,7 +173,7 @@ def load_files(files: list[Path], config: DataConfig, streaming: bool, split: st
     """
     key, kind = _key(split), files[0].suffix
     if streaming and split != key:
-        raise _no_split(source, "a stream has no slices", f"Name the split {key!r}, and set max_samples.")
+        raise unusable(source, "a stream has no slices", f"Name the split {key!r}, and set max_samples.")
     places = tuple(files) if split == key else ()
     texts = {config.prompt_column or "", config.answer_column or "", *PROMPT_COLUMNS, *ANSWER_COLUMNS}
     if kind in (".json", ".jsonl") and streaming:
@@ -216,17 +212,17 @@ def _load_saved(path: Path, streaming: bool, split: str, source: str, optional: 
     loaded = call_loader(datasets.load_from_disk, str(path), source=source)
     if split != _key(split):
         cure = f"Name the split {_key(split)!r}."
-        raise _no_split(source, "a folder written by save_to_disk has no slices", cure)
+        raise unusable(source, "a folder written by save_to_disk has no slices", cure)
     if isinstance(loaded, DatasetDict):
         if split not in loaded and optional:
             return None
         if split not in loaded:
-            raise _no_split(source, "no such split", did_you_mean(split, loaded))
+            raise unusable(source, "no such split", did_you_mean(split, loaded))
         loaded = loaded[split]
     elif optional:
         return None
     elif split != "train":
-        raise _no_split(source, "no such split, the folder holding one dataset", "Name the split train.")
+        raise unusable(source, "no such split, the folder holding one dataset", "Name the split train.")
     return Split(loaded.to_iterable_dataset() if streaming else loaded, source)
 
 
@@ -263,4 +259,4 @@ def _load_error(source: str, error: Exception) -> DataError:
         "Check dataset_name, dataset_config and the splits; a local path starts with ./ or /, a procedural task with "
         f"{PROCEDURAL}."
     )
-    return DataError([Problem(source, ABSENT, f"cannot be loaded: {type(reason).__name__}: {reason}", cure)])
+    return unusable(source, f"cannot be loaded: {type(reason).__name__}: {reason}", cure)

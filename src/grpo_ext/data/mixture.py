@@ -18,7 +18,7 @@ from grpo_ext.data.config import DataConfig, is_size
 from grpo_ext.data.held_out import hold_out
 from grpo_ext.data.loading import call_loader, load_files, load_split
 from grpo_ext.data.prepare import AnyDataset
-from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, with_system_prompt
+from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, unusable, with_system_prompt
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.objective.options import Within
 from grpo_ext.registry import did_you_mean
@@ -182,24 +182,17 @@ def _with_one_name(parts: list[Any], config: DataConfig) -> list[Any]:
             if name not in (None, common):
                 parts[i] = parts[i].rename_column(name, common)
         if prompts and common == usual[0] and config.system_prompt is None:
-            texts = [i for i, part in enumerate(parts) if _is_text(part, common)]
+            kinds = [getattr((part.features or {}).get(common), "dtype", "") for part in parts]
+            texts = [i for i, kind in enumerate(kinds) if kind == "string"]
             if len({named[i] == common for i in texts}) > 1:
                 other = next(named[i] for i in texts if named[i] != common)
                 reason = f"text in {common!r} would go to the model as it stands, and in {other!r} as a message"
                 cure = "Give the columns one name in the files, or set system_prompt: then all are messages."
-                raise DataError([Problem("datasets", ABSENT, reason, cure)])
+                raise unusable("datasets", reason, cure)
             texts = [i for i in texts if named[i] != common]
             for i in texts:
-                parts[i] = parts[i].map(_as_message)
+                parts[i] = parts[i].map(lambda row: {"prompt": with_system_prompt(row["prompt"], None)})
     return parts
-
-
-def _is_text(part: AnyDataset, column: str) -> bool:
-    return getattr((part.features or {}).get(column), "dtype", "") == "string"
-
-
-def _as_message(row: dict[str, Any]) -> dict[str, Any]:
-    return {"prompt": with_system_prompt(row["prompt"], None)}
 
 
 def _column_names(config: DataConfig) -> list[tuple[str | None, Sequence[str]]]:

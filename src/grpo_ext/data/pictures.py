@@ -77,16 +77,12 @@ def _is_bytes(leaf: Any) -> bool:
     return binary or (isinstance(leaf, dict) and set(leaf) == {"bytes", "path"})
 
 
-def _paths(values: Any) -> list[str]:
-    return [path for path in _listed(values) if path is not None]
-
-
 def _missing(dataset: Dataset, names: list[str], source: str, folder: Path | None) -> Iterator[Problem]:
     """Yield the first path without a file."""
     for name in (name for name in names if _is_path(_leaf(dataset, name))):
         for index, values in enumerate(dataset.select_columns([name])[name]):
-            for path in _paths(values):
-                if not _found(path, folder).is_file():
+            for path in _listed(values):
+                if path is not None and not _found(path, folder).is_file():
                     error = RowError(f"no file {path!r}", "Paths count from the folder of the data's file.", name)
                     yield error.at(f"{source}, row {index} (from 0)")
                     return

@@ -25,6 +25,7 @@ from grpo_ext.data.rows import (
     check_columns,
     convert,
     parse_chat,
+    unusable,
     without_gaps,
 )
 from grpo_ext.errors import ABSENT, DataError, Problem
@@ -104,7 +105,7 @@ def _column_names(dataset: AnyDataset, source: str) -> list[str]:
         return list(dataset.column_names)
     first = None if isinstance(dataset, Dataset) else next(iter(dataset), None)
     if first is None:
-        raise DataError([Problem(source, ABSENT, "no rows", "Check the file and the split.")])
+        raise unusable(source, "no rows", "Check the file and the split.")
     return list(dataset.column_names or first)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from grpo_ext.bounded import parse_json
-from grpo_ext.errors import ABSENT, Problem
+from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
@@ -36,6 +36,11 @@ class RowError(ValueError):
         """Return the problem, with the place of the row."""
         field = place if self.column is None else f"{place}, column {self.column!r}"
         return Problem(field, ABSENT, self.reason, self.cure)
+
+
+def unusable(place: object, reason: str, cure: str) -> DataError:
+    """Return the error for data of which nothing can be used."""
+    return DataError([Problem(str(place), ABSENT, reason, cure)])
 
 
 @dataclass(frozen=True)

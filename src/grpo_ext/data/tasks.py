@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Annotated, Any
 
 from grpo_ext.config.spec import Spec
-from grpo_ext.data.rows import Row
-from grpo_ext.errors import ABSENT, DataError, Problem
+from grpo_ext.data.rows import Row, unusable
+from grpo_ext.errors import DataError, Problem
 from grpo_ext.objective.options import Count, Within
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.library.verifiers import known_answer, refusal, verifier
@@ -103,7 +103,7 @@ def generate(task: str, options: Mapping[str, Any], eval_size: float | None = No
 
 
 def _unusable(task: str, reason: str, cure: str = "Choose another task.") -> DataError:
-    return DataError([Problem(f"reasoning_gym/{task}", ABSENT, reason, cure)])
+    return unusable(f"reasoning_gym/{task}", reason, cure)
 
 
 def _unseen_rows(task: str, options: Mapping[str, Any], seen: set[str], count: int) -> list[Row]:

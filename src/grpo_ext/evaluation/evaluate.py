@@ -94,12 +94,7 @@ def prompts_at_a_time(args: GRPOExtConfig, samples: int, prompts: int) -> int:
 
 
 def _sample(
-    trainer: HasEngine,
-    chosen: EvalSet,
-    rows: Sequence[Mapping[str, Any]],
-    places: range,
-    chunk: int,
-    size: int,
+    trainer: HasEngine, chosen: EvalSet, rows: Sequence[Mapping[str, Any]], places: range, chunk: int, size: int
 ) -> tuple[list[Row], dict[str, list[Any]]]:
     """Return samples of the prompts with these `places` in the set, and the columns for rewards.
 

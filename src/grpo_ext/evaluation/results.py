@@ -12,9 +12,8 @@ from grpo_ext.bounded import read_json
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.errors import redacted
-from grpo_ext.evaluation.estimators import maj_at_k, pass_at_k
+from grpo_ext.evaluation.estimators import Mean, maj_at_k, mean_of, mean_of_shares, pass_at_k
 from grpo_ext.evaluation.evaluate import ANSWER_READ, FAILED, TURNS
-from grpo_ext.evaluation.intervals import Mean, mean_of, mean_of_shares
 from grpo_ext.rewards.library.math_judgement import by_value
 from grpo_ext.rewards.protocol import deciding_reward as default_judge
 from grpo_ext.tables import Table

@@ -1,12 +1,22 @@
-"""Load the data, tokenizer and processor of a recipe, and locate its model; the model itself is not loaded."""
+"""Load a policy, a model or an adapter on its base, and the data, tokenizer and processor of a recipe."""
 
 import dataclasses
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from peft import PeftModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.utils import cached_file
 
-from grpo_ext.config.adapters import base_of
+from grpo_ext.config.adapters import Base, base_of, with_adapter
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data.chat_template import template_text
 from grpo_ext.data.config import PROCEDURAL, DataConfig
@@ -18,7 +28,6 @@ from grpo_ext.data.rows import Row
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.recipe.policy import load_tokenizer_of
 
 
 def model_path(recipe: Recipe) -> str:
@@ -126,3 +135,41 @@ def load_processor(recipe: Recipe) -> PreTrainedTokenizerBase | ProcessorMixin |
     )
     loaded.chat_template = template_text(recipe.data.chat_template)
     return loaded
+
+
+# Models and adapters, by the name of their folder.
+
+
+def load_tokenizer_of(
+    model: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in a model's folder; for an adapter without one, that of its base."""
+    base = base_of(model, revision)
+    if base is not None and not has_file(model, "tokenizer_config.json", revision):
+        model, revision = base
+    return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def has_file(model: str, file: str, revision: str | None = None) -> bool:
+    """Return whether a model has a file, in its folder, on the hub or in the hub's cache."""
+    quiet = ("gated_repo", "missing_entries", "connection_errors")
+    options: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in quiet}
+    try:
+        return cached_file(model, file, revision=revision, **options) is not None
+    except OSError:  # transformers raises it for some names anyway
+        return False
+
+
+def load_policy(
+    model: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    revision: str | None = None,
+    base: Base | None = None,
+    **loading: object,
+) -> PreTrainedModel | PeftModel:
+    """Load a causal language model for evaluation; an adapter on its base (by default the one that it names)."""
+    base = base or base_of(model, revision)
+    name, base_revision = base or (model, revision)
+    loaded = AutoModelForCausalLM.from_pretrained(name, revision=base_revision, **loading).eval()
+    return loaded if base is None else with_adapter(loaded, model, tokenizer, revision=revision).eval()

@@ -9,9 +9,9 @@ from jinja2 import Environment, TemplateError, meta
 
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import too_few
-from grpo_ext.config.broken import as_far_as_sound, is_broken
 from grpo_ext.config.images import image_problems
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.rules import as_far_as_sound, is_broken
 from grpo_ext.data import chat_template
 from grpo_ext.data.chat_template import prompt_ids
 from grpo_ext.data.config import PROCEDURAL, QUICKSTART
@@ -104,11 +104,7 @@ def _is_local(recipe: Recipe) -> bool:
 
 
 def findings(
-    recipe: Recipe,
-    train: AnyDataset,
-    tokenizer: Tokenizer,
-    context: int | None = None,
-    test: AnyDataset | None = None,
+    recipe: Recipe, train: AnyDataset, tokenizer: Tokenizer, context: int | None = None, test: AnyDataset | None = None
 ) -> tuple[list[Problem], list[str]]:
     """Return what is wrong with loaded data for a recipe and its policy, and warnings."""
     problems: list[Problem] = []

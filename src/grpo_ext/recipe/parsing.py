@@ -3,30 +3,26 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_ext.config.broken import as_far_as_sound, is_broken
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import planning, rank
+from grpo_ext.config.rules import as_far_as_sound, is_broken
 from grpo_ext.config.spec import WrongType
 from grpo_ext.data.eval_sets import EvalSet, parse_eval_sets
 from grpo_ext.data.mixture import DATASET_ENTRY
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays, parse_environments
 from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ConfigError, Problem
-from grpo_ext.recipe.checks import part_problems, unrewarded
-from grpo_ext.recipe.env import take_env
+from grpo_ext.recipe.checks import part_problems, recipe_warnings, unrewarded
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
 from grpo_ext.recipe.foreign import recognise
-from grpo_ext.recipe.keys import flags, key_problems
-from grpo_ext.recipe.launching import take_launch
+from grpo_ext.recipe.launching import take_env, take_launch
 from grpo_ext.recipe.lora import ignored
-from grpo_ext.recipe.parser import Parts, parse_parts
+from grpo_ext.recipe.parser import Parts, flags, key_problems, parse_parts
 from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.recipe.parts import all_keys as all_keys
-from grpo_ext.recipe.warnings import recipe_warnings
 from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 
 logger = logging.getLogger(__name__)
@@ -46,20 +42,20 @@ def load_recipe(
     Raises:
         ConfigError: everything that is wrong, at once, before a model is loaded.
     """
-    source = _read(argv)
+    values, args, folder = _read(argv)
     problems: list[Problem] = []
-    os.environ.update(take_env(source.values, problems))
-    take_launch(source.values, problems)
-    problems += key_problems(source.values, source.args)
-    if mixture_problems := list(DATASET_ENTRY.list_problems("datasets", source.values.get("datasets", []))):
+    os.environ.update(take_env(values, problems))
+    take_launch(values, problems)
+    problems += key_problems(values, args)
+    if mixture_problems := list(DATASET_ENTRY.list_problems("datasets", values.get("datasets", []))):
         problems += mixture_problems
-        del source.values["datasets"]
-    parts = parse_parts(source.values, source.args, source.folder)
+        del values["datasets"]
+    parts = parse_parts(values, args, folder)
     problems += parts.problems
     if parts.model is not None and not rewards_only:
         refused = {problem.field for problem in problems}
-        problems += ignored({*source.values, *flags(source.args)} - refused, parts.model)
-    lists, found = _parse_lists(parts, source.folder)
+        problems += ignored({*values, *flags(args)} - refused, parts.model)
+    lists, found = _parse_lists(parts, folder)
     problems += found
     problems += unrewarded(lists.rewards, parts.training, lists.environments)
     problems += as_far_as_sound(setting_problems(lists.environments, parts.training))
@@ -77,25 +73,16 @@ def load_recipe(
     return recipe
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A recipe as it is written."""
-
-    values: dict[str, Any]
-    args: list[str]
-    folder: Path | None
-
-
-def _read(argv: Sequence[str]) -> _Source:
-    """Read the file and the command line of a recipe; refuse the configuration of another project."""
+def _read(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
+    """Return the values, command line and folder of a recipe; refuse the configuration of another project."""
     name, args = split_config(argv)
     if name is None:
-        return _Source({}, args, None)
+        return {}, args, None
     file = find_recipe(name)
     values = read_yaml(file)
     if foreign := recognise.foreign_file(values, name, frozenset(all_keys())):
         raise ConfigError([foreign])
-    return _Source(values, args, file.resolve().parent)
+    return values, args, file.resolve().parent
 
 
 class _Lists(NamedTuple):

@@ -10,35 +10,22 @@ from typing import Any, cast
 
 import torch
 import transformers
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from peft import PeftConfig, get_peft_model
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import ModelConfig, get_peft_config
 
 from grpo_ext.config.adapters import base_of, is_adapter, peft_problems
-from grpo_ext.config.broken import as_far_as_sound
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import head_problems
+from grpo_ext.config.rules import as_far_as_sound
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.quickstart import colours
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
+from grpo_ext.recipe.loading import load_tokenizer_of
 from grpo_ext.recipe.lora import unmatched
-from grpo_ext.recipe.model_folders import folder_problems
-from grpo_ext.recipe.policy import load_tokenizer_of
+from grpo_ext.recipe.model_files import class_problems, config_problems, first_line, folder_problems, lacks_tokenizer
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.models.loaded_model import own_weights
 from grpo_ext.rollout.vllm.unpushable import unpushable
@@ -68,7 +55,7 @@ class InspectedPolicy:
 def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[InspectedPolicy, list[Problem]]:
     """Return the policy of a recipe and all that is wrong with it; an unreachable hub is not a problem.
 
-    `training` may hold values that are refused already (`config.broken`).
+    `training` may hold values that are refused already (`config.rules`).
     """
     policy, problems = InspectedPolicy(), list(folder_problems(str(model.model_name_or_path)))
     if problems:
@@ -110,10 +97,10 @@ def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) 
     try:
         config = AutoConfig.from_pretrained(whole, revision=revision, trust_remote_code=trust)
     except Exception as error:  # training would meet the same error
-        policy.unknown = _first_line(error)
-        yield from _config_problems(str(model.model_name_or_path), error)
+        policy.unknown = first_line(error)
+        yield from config_problems(str(model.model_name_or_path), error)
         return
-    if found := list(_class_problems(str(model.model_name_or_path), config)):
+    if found := list(class_problems(str(model.model_name_or_path), config)):
         yield from found
         policy.unknown = "see above"
         return
@@ -121,80 +108,17 @@ def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) 
     try:
         policy.empty = _build(config, trust)
     except Exception as error:
-        policy.unknown = _first_line(error)
+        policy.unknown = first_line(error)
         yield problem(f"no model can be made from its config.json ({policy.unknown})", "Correct it.")
     cure = "Save it there: AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)."
-    if not any(_may_have_tokenizer(place) for place in (name, whole)):
+    if lacks_tokenizer(name) and lacks_tokenizer(whole):
         yield problem("this folder has no tokenizer", cure)
         return
     try:
         policy.tokenizer = load_tokenizer_of(name, model.model_revision, trust)
     except Exception as error:
         if Path(name).is_dir():
-            yield problem(f"no tokenizer can be loaded from it ({_first_line(error)})", cure)
-
-
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
-    *("spiece.model", "sentencepiece.bpe.model", "processor_config.json"),
-)
-
-
-def _may_have_tokenizer(name: str) -> bool:
-    """Return False for a folder without a tokenizer's file, from which transformers would make an empty one."""
-    folder = Path(name)
-    return not folder.is_dir() or any((folder / file).is_file() for file in _TOKENIZER_FILES)
-
-
-def _config_problems(name: str, error: Exception) -> Iterator[Problem]:
-    """Yield why the configuration of a model cannot be loaded; an unreachable hub is not a problem."""
-    text, problem = str(error), partial(Problem, "model_name_or_path", name)
-    causes = tuple(_causes(error))
-
-    def is_due_to(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(cause, kinds) for cause in causes)
-
-    if "trust_remote_code" in text:
-        cure = "Read that, and set trust_remote_code: true if you trust it."
-        yield problem("it brings code of its own", cure)
-    elif "does not recognize this architecture" in text or isinstance(error, KeyError):
-        reason = f"its model_type is unknown to transformers {transformers.__version__}"
-        yield problem(reason, "Name another model, or install a newer transformers.")
-    elif is_due_to(GatedRepoError):
-        yield problem("gated", f"Ask for access at https://huggingface.co/{name}, then log in: hf auth login.")
-    elif is_due_to(RevisionNotFoundError):
-        yield problem("it has no such model_revision", "Set model_revision: main.")
-    elif is_due_to(RepositoryNotFoundError, HFValidationError):
-        yield problem("neither a folder (from the working directory) nor a model on the hub", "Correct it.")
-    elif Path(name).expanduser().is_dir() and not is_due_to(LocalEntryNotFoundError):
-        yield problem(f"config.json cannot be used ({_first_line(error)})", "Correct it.")
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _class_problems(name: str, config: PreTrainedConfig) -> Iterator[Problem]:
-    """Yield why the class that TRL takes, the first of `architectures`, cannot be trained."""
-    problem, architectures = partial(Problem, "model_name_or_path", name), config.architectures or []
-    cure = "Name a model that generates text, such as Qwen/Qwen2.5-0.5B-Instruct."
-    if not architectures:
-        write = 'Write "architectures": ["..."] into it, such as "LlamaForCausalLM".'
-        yield problem("its config.json names no architectures, by which TRL finds the class", write)
-        return
-    known = getattr(transformers, architectures[0], None)
-    if known is None and not getattr(config, "auto_map", None):
-        yield problem(f"transformers {transformers.__version__} has no class {architectures[0]}", cure)
-    elif config.is_encoder_decoder:
-        yield problem(f"a {architectures[0]}, encoder and decoder; GRPO in TRL is for decoders only", cure)
-    elif known is not None and not known.can_generate():
-        yield problem(f"a {architectures[0]} (an encoder, embedding model or classifier) has no text", cure)
+            yield problem(f"no tokenizer can be loaded from it ({first_line(error)})", cure)
 
 
 @cache
@@ -304,7 +228,7 @@ def _adapter_problems(
         except NotImplementedError:  # an initialisation that reads weights
             return
         except Exception as error:
-            reason = f"PEFT cannot put this adapter on its base ({_first_line(error)})"
+            reason = f"PEFT cannot put this adapter on its base ({first_line(error)})"
             yield Problem("model_name_or_path", name, reason, "Name another adapter.")
             return
     elif not model.use_peft:
@@ -319,7 +243,7 @@ def _adapter_problems(
             if model.lora_target_modules is None and model.lora_target_parameters is None:
                 reason = f"PEFT has no default for model_type {empty.config.model_type!r}"
             else:
-                reason = _first_line(error).partition("(")[0].replace("Target module", "PEFT has no adapter for a")
+                reason = first_line(error).partition("(")[0].replace("Target module", "PEFT has no adapter for a")
             cure = "Set lora_target_modules: all-linear, or names of linear layers."
             yield Problem("lora_target_modules", model.lora_target_modules, reason, cure)
             return

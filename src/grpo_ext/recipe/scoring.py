@@ -26,7 +26,7 @@ _START = (0, 1)  # the weights are those of step 0 of 1
 
 
 @dataclass
-class Scored:
+class ScoredRows:
     """Scores of the rows of a file.
 
     Args:
@@ -53,7 +53,7 @@ class Scored:
             yield row_with_rewards({**row, **extras}, rewards, self.total[i], self.advantages[i])
 
 
-def score_rows(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> Scored:
+def score_rows(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> ScoredRows:
     """Score all rows; those of one prompt (and of one step, if the rows have steps) are a group.
 
     Raises:
@@ -83,7 +83,7 @@ def score_rows(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> Scored:
     values = torch.tensor([[math.nan if v is None else v for v in column] for column in rewards.values()]).double().T
     keys = [json.dumps([row.get("step"), row["prompt"]]) for row in rows]
     total, advantages = grouped(recipe.training.objective, values, weights, keys)
-    return Scored(list(rows), rewards, total.tolist(), advantages.tolist(), metrics, extras)
+    return ScoredRows(list(rows), rewards, total.tolist(), advantages.tolist(), metrics, extras)
 
 
 def _offline(function: Component | str) -> Component:
@@ -110,7 +110,7 @@ def grouped(objective: Objective, values: Tensor, weights: Tensor, keys: Sequenc
     return total, advantages
 
 
-def summary(scored: Scored) -> list[tuple[str, ...]]:
+def summary(scored: ScoredRows) -> list[tuple[str, ...]]:
     """Return rows of a table: for each reward and the total, mean, std, min, max, None, errors, seconds."""
     table: list[tuple[str, ...]] = []
     columns: dict[str, Sequence[float | None]] = {**scored.rewards, "total": scored.total}
@@ -132,7 +132,7 @@ def summary(scored: Scored) -> list[tuple[str, ...]]:
     return table
 
 
-def explain(scored: Scored, index: int, recipe: Recipe) -> list[tuple[str, str]]:
+def explain(scored: ScoredRows, index: int, recipe: Recipe) -> list[tuple[str, str]]:
     """Return the parts of one row's score: its columns, each reward with its weight, total and advantage."""
     row = {**scored.rows[index], **{name: values[index] for name, values in scored.extras.items()}}
     text = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in row.items()]

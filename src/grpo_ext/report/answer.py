@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_ext.evaluation.intervals import Mean
+from grpo_ext.evaluation.estimators import Mean
 from grpo_ext.evaluation.results import gain
 from grpo_ext.report.reading import RunFolder
 

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,16 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = [
-    "#3b82f6",
-    "#f97316",
-    "#22a06b",
-    "#a855f7",
-    "#ef4444",
-    "#0ea5a4",
-    "#d4a017",
-    "#ec4899",
-    "#84745c",
-    "#7c8799",
+    *("#3b82f6", "#f97316", "#22a06b", "#a855f7", "#ef4444"),
+    *("#0ea5a4", "#d4a017", "#ec4899", "#84745c", "#7c8799"),
 ]
 DASHES = ("solid", "dashed", "dotted")
 """Line styles, named as in matplotlib and CSS."""
@@ -35,10 +28,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Policy": ("kl", "entropy", "loss", "clip_ratio/region_mean", "clip_ratio/(low|high)_mean", "clip_ratio"),
     "Sampler": ("sampling/mismatch(_.*)?", "sampling/(ess|bias)"),
     "Lengths": (
-        "completions/mean_length",
-        "completions/length_.*",
-        "completions/(min|max)_length",
-        "completions/clipped_ratio",
+        *("completions/mean_length", "completions/length_.*"),
+        *("completions/(min|max)_length", "completions/clipped_ratio"),
     ),
     "Optimizer": ("grad_norm", "grad_norm/.*", "weights/change", "learning_rate"),
     "Time": ("tokens_per_second", "time/.*", "step_time", "profiling/.*", "rewards/.*/seconds"),
@@ -205,7 +196,10 @@ def _picture(curve: Curve, points: int, names: Sequence[str]) -> Picture:
     axes = figure.add_axes((0.15, 0.11, 0.81, 0.85))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # 0.000001 would be cut off
-    bands = {place: banded(_rounded_series(series), points) for place, series in curve.lines.items()}
+    digits = {  # five, so that the labels of an axis, which have six, differ
+        place: (steps, [float(f"{value:.5g}") for value in values]) for place, (steps, values) in curve.lines.items()
+    }
+    bands = {place: banded(series, points) for place, series in digits.items()}
     steps, lines = sorted({step for band in bands.values() for step in band.steps}), []
     for place, band in bands.items():
         colour, dash = COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)]
@@ -219,36 +213,24 @@ def _picture(curve: Curve, points: int, names: Sequence[str]) -> Picture:
     return Picture(_svg(figure), {"x": list(axes.get_xlim()), "steps": steps, "lines": lines})
 
 
-def _rounded_series(series: Series) -> Series:
-    """Return the values in five digits, so that the labels of an axis, which have six, differ."""
-    return series[0], [float(f"{value:.5g}") for value in series[1]]
-
-
 def _at(steps: Sequence[float], values: Mapping[float, float]) -> list[float | None]:
     known = (values.get(step, math.nan) for step in steps)
     return [None if math.isnan(value) else float(f"{value:.5g}") for value in known]
 
 
 def _svg(figure: "Figure") -> str:
+    """Return an SVG for a page with others: without declaration and ids, in the page's colours."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     file = io.StringIO()
     FigureCanvasSVG(figure).print_svg(file, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return _inlined(file.getvalue())
-
-
-def _inlined(svg: str) -> str:
-    """Return an SVG for a page with others: without declaration and ids, in the page's colours."""
+    svg = file.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
-    svg = re.sub(r"<[^>]+>", _rounded, svg)
+    tenths = partial(re.sub, r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}")
+    svg = re.sub(r"<[^>]+>", lambda tag: tenths(tag[0]), svg)  # coordinates; labels are between tags
     svg = re.sub(r"font: [^;\"]*", "font: 9px system-ui, sans-serif", svg)
     svg = svg.replace(_INK, "currentColor").replace(_GRID, "var(--grid)")
     return re.sub(r"\s*\n\s*", "\n", svg)
-
-
-def _rounded(tag: re.Match[str]) -> str:
-    """Round the coordinates in a tag to a tenth of a pixel; labels between tags are kept."""
-    return re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", tag[0])

@@ -19,7 +19,8 @@ def facts(run: RunFolder) -> dict[str, str]:
     end = (run.finished or {}).get("max_steps") or r.get("max_steps")
     planned = f" of {end}" if isinstance(end, int) and end > 0 else ""
     state = "" if run.step == end else ", not finished according to this folder"
-    kl = f"beta {o['beta']:g}, {o.get('kl')} in the {o.get('kl_placement')}" if _is_number(o.get("beta")) else None
+    beta = o.get("beta")
+    kl = f"beta {beta:g}, {o.get('kl')} in the {o.get('kl_placement')}" if isinstance(beta, int | float) else None
     axes = ("advantage", "combination", "aggregation")
     found = {
         "steps": f"{run.step}{planned}{', finished' if run.finished else state}",
@@ -58,10 +59,6 @@ def differing(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     keys = sorted({key for run in runs for key in run.record} - settings_changed_by(Change.NOTHING))
     rows = [(key, [shown_setting(run, key) for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
 
 
 def _named(content: _Record, keys: Sequence[str]) -> str:

@@ -184,10 +184,6 @@ class Draft:
         rule = self.project.table.get(key, _LEFT_OUT)
         return self.given.get(key, default if rule.default is None else rule.default)
 
-    def first(self, *keys: str) -> str:
-        """Return the first of the foreign keys that is given, or the first of all."""
-        return next((key for key in keys if key in self.given), keys[0])
-
     def set(self, key: str, value: object, note: str = "", of: str | Iterable[str] | None = None) -> None:
         """Write a key of the recipe, made of the foreign keys `of`; by default, of all "*" rows that name it.
 
@@ -206,14 +202,6 @@ class Draft:
         """Return the given foreign keys whose "*" row names a key of the recipe."""
         rules = ((name, self.rule(name)) for name in self.given)
         return [name for name, rule in rules if rule and rule.computed and key in rule.to.split(", ")]
-
-    def copy(self, key: str, *of: str, default: object = None, note: str = "") -> Any:
-        """Write the first of the foreign keys that is given, else the default unless that is None; return it."""
-        name = self.first(*of)
-        value = self.get(name, default)
-        if value is not None:
-            self.set(key, value, note if name in self.given else "", of=name)
-        return value
 
     def leave(self, key: str, reason: str) -> None:
         """Note the reason why a foreign key is not converted."""

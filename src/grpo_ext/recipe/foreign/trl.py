@@ -11,7 +11,6 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import recipes_folder
 from grpo_ext.recipe.foreign.engine import Draft, Translation, rules
-from grpo_ext.recipe.foreign.shared import cosine_entry, overlong_entry, to_list, whole_groups
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parts import all_keys
 
@@ -82,26 +81,45 @@ _VERSIONS = ("0.16", "0.18", "0.19", "0.22", "0.23", "0.26", "0.28", "1.0", "1.1
 _OURS = {f.name for f in dataclasses.fields(GRPOExtConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
 
 
-def _set_stock(d: Draft) -> None:
-    """Write that the axes of the loss that the file leaves unset are stock TRL's, where stock TRL has the loss."""
-    row = losses.get(d.values.get("loss_type", GRPOExtConfig.loss_type))
-    if row is not None and row.trl:
-        note = "what is unset is stock TRL's, to the last digit; without this line it is the paper's"
-        d.set("loss_defaults", "trl", note, of=())
-
-
 def _finish(d: Draft) -> None:
     if not _OURS & d.given.keys():
-        _set_stock(d)
+        row = losses.get(d.values.get("loss_type", GRPOExtConfig.loss_type))
+        if row is not None and row.trl:  # stock TRL has this loss
+            note = "what is unset is stock TRL's, to the last digit; without this line it is the paper's"
+            d.set("loss_defaults", "trl", note, of=())
     low, high = (f"vllm_importance_sampling_clip_{bound}" for bound in ("min", "max"))
     if low in d.values and high not in d.values:
         d.decide(f"{high}: write the upper bound. Left out, it is TRL's default; with null there is none.")
-    whole_groups(d)
+    _whole_groups(d)
     renamed = sorted(OLDER.keys() & d.given.keys())
     if d.title == "TRL" and d.version == _VERSIONS[-1] and renamed:
         d.decide(
             f"The version of TRL: {', '.join(renamed)} is of an older one than {d.version}, whose defaults are "
             "written. Name yours: --version 0.18, for instance (docs/migrating.md has what changed when)."
+        )
+
+
+def _whole_groups(d: Draft) -> None:
+    """Where only several processes make whole groups of rows and accumulation, write the fewest that do."""
+    rows, group = d.values.get("per_device_train_batch_size", 8), d.values.get("num_generations", 8)
+    steps = d.values.get("steps_per_generation") or d.values.get("gradient_accumulation_steps", 1)
+    evaluated = d.values.get("eval_strategy", "no") != "no"
+    of_eval = d.values.get("per_device_eval_batch_size", 8), d.values.get("num_generations_eval") or group
+    if {"num_processes", "generation_batch_size"} & d.values.keys():
+        return
+
+    def fit(processes: int) -> bool:
+        whole = rows * steps * processes % group == 0
+        return whole and not (evaluated and of_eval[0] * processes % of_eval[1])
+
+    if not all(isinstance(value, int) for value in (rows, group, steps, *of_eval)) or fit(1):
+        return
+    processes = next((n for n in range(2, 65) if fit(n)), None)
+    if processes is not None:
+        d.set("num_processes", processes, of=())
+        d.decide(
+            f"num_processes: the file does not give it. {processes} is the fewest with which {rows} x {steps} "
+            f"completions of each process are whole groups of {group}."
         )
 
 
@@ -172,11 +190,11 @@ def _reward(d: Draft, name: str, keys: list[str]) -> dict[str, Any] | None:
             f"to max_completion_length={longest}; look at the lengths of your completions.",
             "cosine_max_len",
         )
-        return cosine_entry(d, longest, keys)
+        return _cosine(d, longest, keys)
     if name == "repetition_penalty":
         return {"name": "repetition", "kwargs": {"n": values[0], "max_penalty": values[1]}}
     if name == "soft_overlong_punishment":
-        return overlong_entry(*values)
+        return {"name": "soft_overlong", "kwargs": {"max_length": values[0], "buffer": values[1]}}
     if name == "tag_count":
         return {"name": "tags", "kwargs": {"newlines": True}}
     if name == "code_format":
@@ -194,6 +212,25 @@ def _reward(d: Draft, name: str, keys: list[str]) -> dict[str, Any] | None:
     return {"name": name}
 
 
+def _cosine(d: Draft, max_length: object, keys: list[str]) -> dict[str, Any]:
+    """Return the entry of `cosine_length`; `keys` are those of correct answers, short and long, then of wrong ones."""
+    short, long, short_wrong, long_wrong = map(d.get, keys)
+    if short < long or short_wrong > long_wrong:
+        d.decide(
+            f"reward cosine: correct answers go from {short:g} (short) to {long:g} (long), wrong ones from "
+            f"{short_wrong:g} to {long_wrong:g}. cosine_length takes length from correct ones and gives it to wrong "
+            "ones: the values that do the opposite are exchanged.",
+            *keys,
+        )
+    values = {
+        "min_value_correct": min(short, long),
+        "max_value_correct": max(short, long),
+        "min_value_wrong": min(short_wrong, long_wrong),
+        "max_value_wrong": max(short_wrong, long_wrong),
+    }
+    return {"name": "cosine_length", "kwargs": {"max_length": max_length, **values}}
+
+
 def _files(d: Draft) -> None:
     """Name the file of `dataset_name: json`, whose `dataset_config` is a mapping there."""
     config = d.get("dataset_config")
@@ -209,8 +246,10 @@ def _data(d: Draft) -> None:
     if pushes := [key for key in ("push_to_hub", "push_to_hub_revision") if key in d.given]:
         to = "to hub_revision" if d.get("push_to_hub_revision") else ""
         d.set("push_to_hub", any(d.get(key) for key in pushes), to, of=pushes)
-    d.copy("prompt_column", "prompt_column", "dataset_prompt_column", default="prompt")
-    callbacks = to_list(d.get("callbacks"))
+    column = next((key for key in ("prompt_column", "dataset_prompt_column") if key in d.given), "prompt_column")
+    d.set("prompt_column", d.get(column, "prompt"), of=column)
+    callbacks = d.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     if "push_to_hub_revision" in callbacks:
         d.set("hub_strategy", "every_save", "each checkpoint is pushed, as Open-R1's callback does")
     if unknown := [name for name in callbacks if name != "push_to_hub_revision"]:

@@ -83,18 +83,14 @@ def _entry(key: str, value: Any, note: str) -> list[str]:
         default_flow_style=None if flow else False,
     ).rstrip("\n")
     if key in ("reward_funcs", "datasets") and isinstance(value, list):
-        dumped = "\n".join([f"{key}:", *(f"  - {_on_one_line(entry)}" for entry in value)])
+        options: Any = {"default_flow_style": True, "width": 10**6, "sort_keys": False, "allow_unicode": True}
+        lines = (yaml.safe_dump(entry, **options).split("\n")[0] for entry in value)
+        dumped = "\n".join([f"{key}:", *(f"  - {line}" for line in lines)])
     if not note:
         return dumped.split("\n")
     if "\n" not in dumped and len(dumped) + len(note) + 4 <= _WIDTH:
         return [f"{dumped}  # {note}"]
     return [*_comment(f"{key}: {note}"), *dumped.split("\n")]
-
-
-def _on_one_line(entry: Any) -> str:
-    return yaml.safe_dump(entry, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True).split(
-        "\n"
-    )[0]
 
 
 def _short(value: Any) -> str:

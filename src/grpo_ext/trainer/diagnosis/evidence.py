@@ -143,9 +143,7 @@ def _leap(history: History, rows: int, without_earlier: float = _ALONE) -> list[
 
 
 def _mismatch(history: History, values: list[float]) -> str:
-    before = history.before(_MISMATCH, len(values))
-    earlier = f", {span(before)} before" if before else ""
-    return f"{_MISMATCH} {span(values)} nats per token in {len(values)} logs{earlier}"
+    return _seen(history, _MISMATCH, values, " nats per token")
 
 
 def _one_sided(history: History, values: list[float]) -> bool:
@@ -153,12 +151,14 @@ def _one_sided(history: History, values: list[float]) -> bool:
     return bool(bias) and all(b > 0.9 * value for b, value in zip(bias, values, strict=True))
 
 
-def _another_prompt(history: History) -> str:
+def another_prompt(history: History) -> str:
+    """Find a mismatch that leaps beyond what any rounding makes."""
     values = _leap(history, _ROWS)
     return _mismatch(history, values) if values and min(values) >= _ANOTHER_TEXT else ""
 
 
-def _truncated(history: History) -> str:
+def truncated(history: History) -> str:
+    """Find a mismatch that leaps and is one-sided."""
     values = _leap(history, _ROWS, _ONE_SIDED)
     if not values or min(values) > _ANOTHER_TEXT or not _one_sided(history, values):
         return ""
@@ -174,7 +174,8 @@ def _grows(values: list[float]) -> bool:
     return mean(values[-2:]) > 1.5 * mean(values[:2])
 
 
-def _stale(history: History) -> str:
+def stale(history: History) -> str:
+    """Find a two-sided mismatch that leaps and grows."""
     values = _two_sided(history)
     if not values or not _grows(values):
         return ""
@@ -183,14 +184,15 @@ def _stale(history: History) -> str:
     return f"{_mismatch(history, values)}, growing; by thirds of a completion {placed}"
 
 
-def _precision(history: History) -> str:
+def precision(history: History) -> str:
+    """Find a two-sided mismatch that leaps to a level."""
     values = _two_sided(history)
     if not values or _grows(values):
         return ""
     return f"{_mismatch(history, values)}, neither growing nor one-sided"
 
 
-def _loses(third: str, other: str) -> Evidence:
+def loses(third: str, other: str) -> Evidence:
     """Evidence: a third of the completions, by length, has lost a quarter of its weight beside another, in each log.
 
     Lengths differ in noise too, so a smaller loss says nothing.
@@ -206,7 +208,8 @@ def _loses(third: str, other: str) -> Evidence:
     return evidence
 
 
-def _few_carry(history: History) -> str:
+def few_carry(history: History) -> str:
+    """Find batches of which few completions carry the update, and many tokens are clipped."""
     sizes, clipped = (_known(history.updates[name][-_ROWS:]) for name in (_SIZE, _CLIPPED))
     if len(sizes) < _ROWS or len(clipped) < _ROWS or max(sizes) >= _FEW_CARRY or min(clipped) <= _OFTEN_CLIPPED:
         return ""
@@ -216,7 +219,7 @@ def _few_carry(history: History) -> str:
     return f"{_SIZE} {span(sizes)} and {_CLIPPED} {span(clipped)} in {_ROWS} logs"
 
 
-def _dropped(history: History) -> str:
+def dropped(history: History) -> str:
     """The mean weight is 1 where a correction loses no gradient; noise does not make a tenth of it."""
     values = history.last("sampling/kept", _ROWS)
     if not values or max(values) >= _NEARLY_NOTHING:
@@ -229,12 +232,12 @@ def _dropped(history: History) -> str:
 # Combinators.
 
 
-def _seen(history: History, name: str, values: list[float]) -> str:
+def _seen(history: History, name: str, values: list[float], unit: str = "") -> str:
     before = history.before(name, len(values))
-    return f"{name} {span(values)} in {len(values)} logs{f', {span(before)} before' if before else ''}"
+    return f"{name} {span(values)}{unit} in {len(values)} logs{f', {span(before)} before' if before else ''}"
 
 
-def _stays_above(name: str, limit: float, rows: int = _ROWS) -> Evidence:
+def stays_above(name: str, limit: float, rows: int = _ROWS) -> Evidence:
     """Evidence: the last values are above a limit."""
 
     def evidence(history: History) -> str:
@@ -244,7 +247,7 @@ def _stays_above(name: str, limit: float, rows: int = _ROWS) -> Evidence:
     return evidence
 
 
-def _any_reward(rule: Callable[[History, str], str]) -> Evidence:
+def any_reward(rule: Callable[[History, str], str]) -> Evidence:
     """Evidence of the first reward for which a rule finds some."""
     return lambda history: next((found for name in history.rewards if (found := rule(history, name))), "")
 
@@ -252,7 +255,8 @@ def _any_reward(rule: Callable[[History, str], str]) -> Evidence:
 # Rows train with the advantages, rewards or masks of others.
 
 
-def _other_rows(history: History) -> str:
+def other_rows(history: History) -> str:
+    """Find advantages that are not of their rows' rewards."""
     values = history.known("advantages/of_reward", _ROWS)
     if not values or max(values) > 0.3:
         return ""
@@ -262,13 +266,14 @@ def _other_rows(history: History) -> str:
     return f"advantages/of_reward {span(values)} in {_ROWS} logs; 1 is expected"
 
 
-def _rewards_of_other_rows(history: History) -> str:
+def rewards_of_other_rows(history: History) -> str:
+    """Find equal texts that begin to get different rewards."""
     name = "rewards/same_text_differs"
     values, before = history.known(name, _ROWS), history.before(name, _ROWS)
     return _seen(history, name, values) if values and before and min(values) >= 0.2 and max(before) <= 0.01 else ""
 
 
-def _end_lost(history: History) -> str:
+def end_lost(history: History) -> str:
     """Attempts of environments and tools may be ended from outside, at any length, so they are left out."""
     cut = history.last(_CUT, _ROWS)
     if not cut or min(cut) < 0.99 or history.several_turns:
@@ -282,13 +287,14 @@ def _end_lost(history: History) -> str:
     )
 
 
-def _no_end(history: History) -> str:
+def no_end(history: History) -> str:
+    """Find completions that begin to run into the limit."""
     values, before = history.last(_CUT, _ROWS), history.before(_CUT, _ROWS)
     leaps = values and before and min(values) >= 0.8 and median(before) <= 0.3
-    return _seen(history, _CUT, values) if leaps and not history.several_turns and not _end_lost(history) else ""
+    return _seen(history, _CUT, values) if leaps and not history.several_turns and not end_lost(history) else ""
 
 
-def _no_signal(history: History) -> str:
+def no_signal(history: History) -> str:
     """No group of the whole log has had an advantage; a share of one row is noise unless the log ends there."""
     values = _known(history.columns.get(_SILENT, []))
     if not values or min(values) < 1 or len(values) < (1 if history.complete else _TREND):
@@ -301,7 +307,8 @@ def _no_signal(history: History) -> str:
 # Steps.
 
 
-def _steps_too_large(history: History) -> str:
+def steps_too_large(history: History) -> str:
+    """Find steps that move the weights far and do harm."""
     name = "weights/change"
     values, before = history.last(name, _ROWS), history.before(name, _ROWS)
     beyond = bool(values) and (min(values) > 0.05 or (bool(before) and min(values) > 10 * max(before)))
@@ -326,7 +333,8 @@ def _harm(history: History) -> str:
 # Rewards and environments.
 
 
-def _fails(history: History, name: str) -> str:
+def fails(history: History, name: str) -> str:
+    """Find a reward that raises, and scores few completions or all alike."""
     errors, unscored = (history.last(f"rewards/{name}/{figure}", 2) for figure in ("errors", "none_frac"))
     if not errors or not unscored or min(errors) < 1:
         return ""
@@ -336,12 +344,13 @@ def _fails(history: History, name: str) -> str:
     return f"rewards/{name}/errors {span(errors)} completions a step, none_frac {span(unscored)}"
 
 
-def _environment_fails(history: History) -> str:
+def environment_fails(history: History) -> str:
+    """Find an environment in which most attempts fail."""
     names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/failed")]
-    return next((found for name in names if (found := _stays_above(name, 0.5)(history))), "")
+    return next((found for name in names if (found := stays_above(name, 0.5)(history))), "")
 
 
-def _sign(history: History, name: str) -> str:
+def sign(history: History, name: str) -> str:
     """A reward of 0 or 1 is now 0 or -1, which cannot be learned."""
     figure, spread = f"rewards/{name}/mean", f"rewards/{name}/std"
     values, before = history.last(figure, _ROWS), history.before(figure, _ROWS)
@@ -353,7 +362,7 @@ def _sign(history: History, name: str) -> str:
     return f"{_seen(history, figure, values)}, of a reward of 0 or 1"
 
 
-def _constant(history: History, name: str) -> str:
+def constant(history: History, name: str) -> str:
     """A learned reward ends at its highest value, and is left out."""
     means, spread = (history.last(f"rewards/{name}/{figure}", _ROWS) for figure in ("mean", "std"))
     before, wide = (history.before(f"rewards/{name}/{figure}", _ROWS) for figure in ("mean", "std"))
@@ -370,28 +379,3 @@ def _binary(means: list[float], spread: list[float]) -> bool:
     """Return whether a reward is 0 or 1, so that its variance is m (1 - m)."""
     both = zip(means, spread, strict=False)
     return len(means) == len(spread) and all(0 <= m <= 1 and abs(s * s - m * (1 - m)) < 0.05 for m, s in both)
-
-
-EVIDENCE: dict[str, Evidence] = {
-    "reward fails": _any_reward(_fails),
-    "environment fails": _environment_fails,
-    "skipped steps": _stays_above("nonfinite/skipped_steps", 0.0),
-    "misplaced mask": _stays_above("completions/mask_misplaced", 0.0, rows=2),
-    "end token lost": _end_lost,
-    "advantages of other rows": _other_rows,
-    "rewards of other rows": _rewards_of_other_rows,
-    "steps too large": _steps_too_large,
-    "another prompt": _another_prompt,
-    "truncated sampling": _truncated,
-    "stale sampler": _stale,
-    "sampler's precision": _precision,
-    "nearly all dropped": _dropped,
-    "long completions dropped": _loses("long", "short"),
-    "short completions dropped": _loses("short", "long"),
-    "stale batches": _few_carry,
-    "sign of a reward": _any_reward(_sign),
-    "constant reward": _any_reward(_constant),
-    "completions no longer end": _no_end,
-    "no signal": _no_signal,
-}
-"""By the name of the rule."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ext.trainer.diagnosis.evidence import EVIDENCE, History
+from grpo_ext.trainer.diagnosis import evidence
 
 
 @dataclass(frozen=True)
@@ -12,11 +12,13 @@ class Rule:
     """How a fault shows, what it is, how to fix it.
 
     Attributes:
+        shown_by: finds its evidence in the last rows of a log.
         figures: metrics that the rule reads; NAME is any reward's or environment's. Without one of them in the log
             the rule finds no evidence.
     """
 
     name: str
+    shown_by: evidence.Evidence
     figures: tuple[str, ...]
     seen: str
     meaning: str
@@ -44,11 +46,8 @@ class Finding:
 
     def __str__(self) -> str:
         """Return one paragraph."""
-        return f"step {self.step}: {self.rule.name}. {self.evidence}. {_sentence(self.rule.meaning)} {self.rule.cure}"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+        name, meaning, cure = self.rule.name, self.rule.meaning, self.rule.cure
+        return f"step {self.step}: {name}. {self.evidence}. {meaning[0].upper()}{meaning[1:]}. {cure}"
 
 
 class Doctor:
@@ -56,7 +55,7 @@ class Doctor:
 
     def __init__(self) -> None:
         """Start with an empty history."""
-        self.history = History()
+        self.history = evidence.History()
         self.named: set[str] = set()
 
     def read(self, row: Mapping[str, Any]) -> list[Finding]:
@@ -71,9 +70,9 @@ class Doctor:
     def _ask(self, step: int) -> list[Finding]:
         found = []
         for rule in RULES:
-            if rule.name not in self.named and (evidence := EVIDENCE[rule.name](self.history)):
+            if rule.name not in self.named and (text := rule.shown_by(self.history)):
                 self.named.add(rule.name)
-                found.append(Finding(rule, step, evidence))
+                found.append(Finding(rule, step, text))
         return found
 
 
@@ -89,6 +88,7 @@ def diagnose(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
 RULES: tuple[Rule, ...] = (
     Rule(
         "reward fails",
+        evidence.any_reward(evidence.fails),
         ("rewards/NAME/errors", "rewards/NAME/none_frac"),
         "`rewards/NAME/errors` above 0, and no value or one value for most completions",
         "a reward, or the process or server that computes it, no longer answers",
@@ -97,6 +97,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "environment fails",
+        evidence.environment_fails,
         ("environments/NAME/failed",),
         "`environments/NAME/failed` above half, log after log",
         "attempts end because their environment raises, hangs or dies",
@@ -105,6 +106,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "skipped steps",
+        evidence.stays_above("nonfinite/skipped_steps", 0.0),
         ("nonfinite/skipped_steps",),
         "`nonfinite/skipped_steps` above 0, log after log",
         "steps are left out for NaN or inf",
@@ -112,6 +114,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "misplaced mask",
+        evidence.stays_above("completions/mask_misplaced", 0.0, rows=2),
         ("completions/mask_misplaced",),
         "`completions/mask_misplaced` above 0",
         "completion_mask does not cover exactly the tokens that were drawn: tokens that were not drawn train, or the "
@@ -121,6 +124,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "end token lost",
+        evidence.end_lost,
         ("completions/clipped_ratio", "completions/min_length", "completions/max_length"),
         "`completions/clipped_ratio` is 1, although completions have different lengths (one turn only)",
         "completions end, but their ids lack the end token, so that the model never learns to end",
@@ -129,6 +133,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "advantages of other rows",
+        evidence.other_rows,
         ("advantages/of_reward",),
         "`advantages/of_reward` near 0",
         "rows train with the advantages of other rows",
@@ -137,6 +142,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "rewards of other rows",
+        evidence.rewards_of_other_rows,
         ("rewards/same_text_differs",),
         "`rewards/same_text_differs` leaps from 0",
         "equal completions of a prompt get different rewards: those of other rows, or random ones",
@@ -144,6 +150,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "steps too large",
+        evidence.steps_too_large,
         ("weights/change", "reward", "entropy"),
         "`weights/change` leaps, and with it the reward falls or the entropy moves",
         "an optimizer step destroys what the model could do",
@@ -152,6 +159,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "another prompt",
+        evidence.another_prompt,
         ("sampling/mismatch",),
         "`sampling/mismatch` leaps beyond 0.2 nats per token",
         "sampler and trainer do not read the same prompt (template, tokenizer), or are not the same model",
@@ -160,6 +168,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "truncated sampling",
+        evidence.truncated,
         ("sampling/mismatch", "sampling/bias"),
         "`sampling/mismatch` leaps, and `sampling/bias` is as large",
         "completions are drawn from a truncated distribution, and trained as if they were the policy's own",
@@ -168,6 +177,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stale sampler",
+        evidence.stale,
         ("sampling/mismatch", "sampling/bias"),
         "`sampling/mismatch` leaps and grows",
         "weights that were pushed did not reach the sampler, or it keeps what earlier ones have made of the prompts",
@@ -177,6 +187,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sampler's precision",
+        evidence.precision,
         ("sampling/mismatch", "sampling/bias"),
         "`sampling/mismatch` leaps to a level, and is not one-sided",
         "the sampler has the weights in another precision, or computes by other kernels",
@@ -185,6 +196,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "nearly all dropped",
+        evidence.dropped,
         ("sampling/kept",),
         "`sampling/kept` stays below 0.1",
         "the correction of the sampler takes nearly the whole gradient, of completions of any length",
@@ -194,6 +206,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "long completions dropped",
+        evidence.loses("long", "short"),
         ("sampling/kept_short", "sampling/kept_long"),
         "`sampling/kept_long` stays below three quarters of `sampling/kept_short`",
         "the correction of the sampler takes the gradient of long completions: it bounds a product over their tokens, "
@@ -202,6 +215,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "short completions dropped",
+        evidence.loses("short", "long"),
         ("sampling/kept_short", "sampling/kept_long"),
         "`sampling/kept_short` stays below three quarters of `sampling/kept_long`",
         "the correction of the sampler takes the gradient of short completions: it bounds a mean over their tokens, "
@@ -210,6 +224,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stale batches",
+        evidence.few_carry,
         ("ratio/ess_completions", "clip_ratio/region_mean"),
         "`ratio/ess_completions` stays below 0.3, and `clip_ratio/region_mean` above 0.1",
         "the policy is far from the one that sampled its completions, so that few of them carry the update",
@@ -218,6 +233,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sign of a reward",
+        evidence.any_reward(evidence.sign),
         ("rewards/NAME/mean", "rewards/NAME/std"),
         "`rewards/NAME/mean` of a reward of 0 or 1 becomes negative",
         "a reward has changed its sign, and now punishes what it rewarded before",
@@ -225,6 +241,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "constant reward",
+        evidence.any_reward(evidence.constant),
         ("rewards/NAME/mean", "rewards/NAME/std"),
         "`rewards/NAME/std` falls to exactly 0, at a value between the extremes",
         "a reward gives all completions the same value, so its advantages are zero",
@@ -233,6 +250,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "completions no longer end",
+        evidence.no_end,
         ("completions/clipped_ratio",),
         "`completions/clipped_ratio` leaps above 0.8",
         "completions run into `max_completion_length`",
@@ -240,6 +258,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "no signal",
+        evidence.no_signal,
         ("advantages/zero_variance_groups",),
         "`advantages/zero_variance_groups` is 1 in every log",
         "all completions of a prompt get the same reward, so that no advantage and no gradient is left",
