@@ -7,7 +7,8 @@ of this file with the sources of both trees, then compare; equal lines mean that
     PYTHONPATH=NEW/src python tests/support/golden.py --out new.jsonl
     python tests/support/golden.py --compare old.jsonl new.jsonl
 
-`--only WORD` runs the configurations with WORD in their names; `--list` prints all names.
+`--only WORD` runs the configurations with WORD in their names; `--list` prints all names; `--vllm` runs those that
+sample by vLLM's CPU build.
 """
 
 import argparse
@@ -29,13 +30,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 warnings.filterwarnings("ignore")
 
 import torch
-from accelerate import PartialState
 from peft import LoraConfig
 from transformers import TrainerCallback
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.config.launch import world_size
-from support import interrupted, processes, seeing, speakers, tiny, trainers, worlds
+from support import forks, interrupted, processes, seeing, speakers, tiny, trainers, vllm_runs, worlds
 
 torch.set_num_threads(1)
 LOSSES = "grpo deepseek_v3 dr_grpo bnpo beta_bnpo dapo gspo cispo sapo luspo vespo minimind minimind_cispo rloo"
@@ -114,7 +114,7 @@ CASES: dict[str, dict] = {
     "top_p process": {"top_p": 0.7} | PROCESS,
     "top_p ahead": {"top_p": 0.7, "top_k": 20} | AHEAD,
     "top_p dynamic": {"top_p": 0.7} | DYNAMIC,
-    "top_p environments": {"top_k": 10} | PLAYS,
+    "top_k environments trl": {"top_k": 10, "loss_defaults": "trl"} | PLAYS,
     "top_p evaluation": {"top_p": 0.7} | EVALUATED,
     **{f"images {family}": {"images": family} | SEES for family in ("llava", "qwen2_5_vl", "gemma3")},
     "images beta": {"images": "idefics3", **SEES, "beta": 0.1, "loss_defaults": "trl"},
@@ -154,6 +154,20 @@ DISTRIBUTED = [
     "ahead beta",
 ]
 DISTRIBUTED += ["dynamic ahead", "named rewards", "evaluation", "mask truncated", "resume", "lora beta", "trl"]
+ON_VLLM = {"use_vllm": True, "vllm_server_timeout": 90.0, "vllm_gpu_memory_utilization": 0.1}
+COLOCATE, SERVER = ON_VLLM | {"vllm_mode": "colocate"}, ON_VLLM | {"vllm_mode": "server"}
+VLLM = {
+    "vllm colocate windows": COLOCATE | WINDOWS,
+    "vllm colocate top_p": COLOCATE | {"top_p": 0.7, "beta": 0.1},
+    "vllm colocate dynamic": COLOCATE | DYNAMIC,
+    "vllm colocate environments": COLOCATE | PLAYS,
+    "vllm server windows": SERVER | WINDOWS,
+    "vllm server ahead": SERVER | {"rollout_ahead": 1},
+    "vllm server top_p dynamic": SERVER | DYNAMIC | {"top_p": 0.7},
+    "vllm server environments ahead": SERVER | PLAYS | {"rollout_ahead": 1, "environment_waves": "turn"},
+    "vllm server sampler": SERVER | OFF_POLICY | {"old_logps": "sampler"},
+    "vllm server evaluation": SERVER | EVALUATED,
+}
 
 
 # Rewards and rollouts; those of `support.tiny` and `support.trainers` are found by name too.
@@ -241,7 +255,7 @@ def build(folder, *, rewards=("unit_interval", "length"), images=None, speaks=Fa
     more |= {name: named(more[name]) for name in ("rollout_func", "environment_factory") if name in more}
     more |= {"tools": [named(name) for name in more["tools"]]} if "tools" in more else {}
     rows, words = tiny.prompts(), tiny.tokenizer()
-    model = tiny.model()
+    model = settings.pop("model", None) or tiny.model()
     if images:
         rows, words = seeing.rows((1, 2, 0, 1) * 2), seeing.processor(images)
         model = seeing.model(images, dtype=torch.float32)
@@ -333,38 +347,58 @@ def compare(*files, most=6):
     return different
 
 
+def run(names, out, folder):
+    """Train configurations and append their lines; of several processes, the first."""
+    prefix = "two processes: " if world_size() > 1 else ""
+    for number, name in enumerate(names):
+        begun = time.monotonic()
+        line = line_of(name, folder / str(number)) | {"name": f"{prefix}{name}"}
+        if os.environ.get("RANK", "0") == "0":
+            with out.open("a") as file:
+                print(json.dumps(line), file=file)
+            print(f"{line['name']}: {time.monotonic() - begun:.1f} s, {line.get('error', 'trained')}", file=sys.stderr)
+
+
+def run_vllm(names, out, folder):
+    """Train each configuration with vLLM in a process of its own, beside one server for all."""
+    model = tiny.save(folder / "model", **vllm_runs.HEADS)
+    server = vllm_runs.Server(folder, model)
+    server.start()
+    server.wait()
+    given = json.dumps({"model": model, "vllm_server_port": server.port})
+    for name in names:
+        modules = {"modules": forks.WITH_VLLM} if "colocate" in name else {}
+        line = (__file__, "--out", out, "--only", name, "--vllm", given)
+        print(processes.forked(*line, **modules, PYTHONWARNINGS="ignore").stdout[-3000:])
+    server.stop()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--vllm", nargs="?", const="")
     parser.add_argument("--compare", nargs=2)
     asked = parser.parse_args()
     if asked.compare:
         sys.exit(bool(compare(*asked.compare)))
-    subprocess.Popen = Forked
-    several = world_size() > 1
-    names = [name for name in (DISTRIBUTED if several else CASES) if asked.only in name]
+    cases = VLLM if asked.vllm is not None else DISTRIBUTED if world_size() > 1 else CASES
+    names = [name for name in cases if asked.only in name]
     if asked.list:
         sys.exit("\n".join(names))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        open(os.devnull if PartialState().process_index else asked.out, "a") as out,
-    ):
-        shared = Path(os.environ.get("GOLDEN_FOLDER", folder))
-        for number, name in enumerate(names):
-            begun = time.monotonic()
-            line = line_of(name, shared / str(number))
-            line["name"] = f"two processes: {name}" if several else name
-            print(json.dumps(line), file=out, flush=True)
-            print(f"{line['name']}: {time.monotonic() - begun:.1f} s, {line.get('error', 'trained')}", file=sys.stderr)
-        if not several:
-            more = {"GOLDEN_FOLDER": f"{folder}/two"}
-            print(
-                processes.run_forked(
-                    __file__, "--out", asked.out.absolute(), "--only", asked.only, config=processes.CONFIG, **more
-                )
-            )
+    subprocess.Popen = Forked
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(os.environ.get("GOLDEN_FOLDER", folder))
+        if asked.vllm == "":
+            run_vllm(names, asked.out.absolute(), own)
+            return
+        if asked.vllm:
+            CASES.update({name: settings | json.loads(asked.vllm) for name, settings in VLLM.items()})
+        run(names, asked.out, own)
+        if asked.vllm is None and world_size() == 1:
+            line = (__file__, "--out", asked.out.absolute(), "--only", asked.only)
+            print(processes.run_forked(*line, config=processes.CONFIG, GOLDEN_FOLDER=f"{folder}/two"))
 
 
 if __name__ == "__main__":
