@@ -40,6 +40,14 @@ def joined_fields(rows: Sequence[RowImages]) -> dict[str, Tensor]:
     return {name: _concatenated([row[name] for row in rows if name in row]) for name in names}
 
 
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    joined = tensors[0].new_zeros(sum(map(len, tensors)), *sizes)
+    for part, tensor in zip(joined.split([*map(len, tensors)]), tensors, strict=True):
+        part[:, *map(slice, tensor.shape[1:])] = tensor
+    return joined
+
+
 def joined_types(rows: Sequence[RowImages], mask: Tensor, completion: int) -> dict[str, Tensor]:
     """Return the types of tokens, [rows, width]: those of the prompts, and 0 for the `completion` columns."""
     names = dict.fromkeys(name for row in rows for name in row if name in OF_TOKENS)
@@ -64,13 +72,3 @@ def forward_arguments(rows: Sequence[RowImages], mask: Tensor, completion: int) 
         if not {"image_grid_thw", "image_position_ids"} & fields.keys():  # TRL would guess what is counted
             found["num_tiles"] = [len(row["pixel_values"]) if "pixel_values" in row else 0 for row in rows]
     return found
-
-
-def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    return torch.cat([_widened(tensor, shape) for tensor in tensors])
-
-
-def _widened(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    missing = [wanted - size for wanted, size in zip(shape, tensor.shape[1:], strict=True)]
-    return torch.nn.functional.pad(tensor, [n for size in reversed(missing) for n in (0, size)])
