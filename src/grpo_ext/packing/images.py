@@ -37,15 +37,14 @@ def no_images() -> RowImages:
 def joined_fields(rows: Sequence[RowImages]) -> dict[str, Tensor]:
     """Join tensors of several rows, padded with 0 to the largest, but for those with a number for each token."""
     names = dict.fromkeys(name for row in rows for name in row if name not in (COUNT, *OF_TOKENS))
-    return {name: _concatenated([row[name] for row in rows if name in row]) for name in names}
-
-
-def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    joined = tensors[0].new_zeros(sum(map(len, tensors)), *sizes)
-    for part, tensor in zip(joined.split([*map(len, tensors)]), tensors, strict=True):
-        part[:, *map(slice, tensor.shape[1:])] = tensor
-    return joined
+    found: dict[str, Tensor] = {}
+    for name in names:
+        tensors = [row[name] for row in rows if name in row]
+        largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+        found[name] = tensors[0].new_zeros(sum(map(len, tensors)), *largest)
+        for part, tensor in zip(found[name].split([*map(len, tensors)]), tensors, strict=True):
+            part[:, *map(slice, tensor.shape[1:])] = tensor
+    return found
 
 
 def joined_types(rows: Sequence[RowImages], mask: Tensor, completion: int) -> dict[str, Tensor]:
