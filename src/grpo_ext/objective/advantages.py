@@ -273,12 +273,9 @@ def beta(
         for name, value in fit._asdict().items():
             log_metric(f"advantages/beta_{name}", float(value))
     p = group_means(unit)[:, None]
-    log_pdf = torch.xlogy(fit.alpha - 1, p) + torch.xlogy(fit.beta - 1, 1 - p) - _log_beta(fit.alpha, fit.beta)
+    log_beta = math.lgamma(fit.alpha) + math.lgamma(fit.beta) - math.lgamma(fit.alpha + fit.beta)
+    log_pdf = torch.xlogy(fit.alpha - 1, p) + torch.xlogy(fit.beta - 1, 1 - p) - log_beta
     return (unit - p) * (-log_pdf).exp().clamp(max=cap)
-
-
-def _log_beta(alpha: float, beta: float) -> float:
-    return math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
 
 
 @estimators.register("bernoulli", unit_rewards=True)
@@ -343,6 +340,3 @@ def _pass_rate(n: Tensor, c: Tensor, k: int) -> Tensor:
     i = torch.arange(k, device=c.device)
     factors = ((n - c)[..., None] - i).clamp(min=0) / (n[..., None] - i).clamp(min=1)
     return 1 - factors.prod(dim=-1)
-
-
-# Several reward functions: from rewards [groups, completions, functions] and weights to advantages.

@@ -30,9 +30,13 @@ def weighted_total(rewards: FunctionRewards, weights: Float[Tensor, " functions"
         scored = scored & (weights != 0)
         weights = _renormalized(rewards, weights)
     total = (rewards * weights).nansum(dim=-1)
-    total = torch.where(scored.any(dim=-1), total, math.nan)
-    highest, lowest = extremes(total)
-    return evened(total, torch.maximum(highest.abs(), lowest.abs()))
+    return _without_rounding(torch.where(scored.any(dim=-1), total, math.nan))
+
+
+def _without_rounding(values: Rewards) -> Rewards:
+    """Make the rewards of a group equal where only rounding keeps them apart."""
+    highest, lowest = extremes(values)
+    return evened(values, torch.maximum(highest.abs(), lowest.abs()))
 
 
 def weighted_turns(
@@ -88,6 +92,7 @@ def normalize_then_sum(
 
     GDPO, arXiv:2601.05242.
     """
+    # the rounding of one function, scaled up, would drown another's signal
     rewards = torch.stack([_without_rounding(values) for values in rewards.unbind(dim=-1)], dim=-1)
     columns = torch.stack([estimator(rewards[..., k], k) for k in range(rewards.shape[-1])])
     spread = torch.stack([_std(column, ddof=1) > noise for column in columns])
@@ -97,12 +102,6 @@ def normalize_then_sum(
     centred = total - total.nanmean()
     whitened = centred / (_std(total, ddof=1) + eps)
     return only_signal(torch.where((spread & (weights != 0)).any(), whitened, centred), total)
-
-
-def _without_rounding(values: Rewards) -> Rewards:
-    """Rewards of one function, equal in a group that only rounding keeps apart: it must not drown another's signal."""
-    highest, lowest = extremes(values)
-    return evened(values, torch.maximum(highest.abs(), lowest.abs()))
 
 
 def _estimated_sizes(

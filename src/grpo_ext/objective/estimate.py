@@ -47,17 +47,13 @@ def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **opt
     if found.dim() == 3:
         silent = silent[..., None] | (mask == 0)
     found = torch.where(silent, torch.zeros_like(found), found)
-    _refuse_infinite(name, found, rewards)
-    return found
-
-
-def _refuse_infinite(name: str, advantages: Tensor, rewards: Rewards) -> None:
-    wrong = ~advantages.isfinite()
+    wrong = ~found.isfinite()
     if wrong.any():
-        group, value = int(wrong.nonzero()[0, 0]), advantages[wrong][0].item()
+        group, value = int(wrong.nonzero()[0, 0]), found[wrong][0].item()
         raise BrokenRule(
             name,
             f"an advantage of {value:g} for the rewards {rewards[group].tolist()} of one group",
             "Leave NaN, a completion that could not be scored, out of its statistics (nanmean, nansum), and do not "
             "divide by a number that can be 0.",
         )
+    return found

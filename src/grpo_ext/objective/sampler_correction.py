@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, live_tokens, masked
 
 Level = Literal["token", "sequence", "geometric", "max"]
@@ -200,7 +201,7 @@ def statistic(
         both = bernoulli_kl(sampler_logps, policy_logps), bernoulli_kl(policy_logps, sampler_logps)
         values = torch.maximum(*both)
     else:
-        values = {"k1": -d, "k2": d.square() / 2, "k3": torch.expm1(d) - d}[rule.statistic]
+        values = kl_estimators[rule.statistic](d)
     if rule.level == "token":
         return values
     if rule.level == "max":

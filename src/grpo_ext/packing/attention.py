@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from grpo_ext.packing.flash import FlashAttention, flash_is_exact
 from grpo_ext.packing.kernels import by_sdpa
 from grpo_ext.packing.merged import MergedAttention, calls_of
-from grpo_ext.packing.windows import Window, of_mask
+from grpo_ext.packing.windows import Window, configs_of, of_mask
 
 NAME = "grpo_ext_shared_prefix"
 LAYOUT = "grpo_ext_segments"
@@ -62,7 +62,8 @@ def attention(
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     segments, scale = kwargs[LAYOUT], query.shape[-1] ** -0.5 if scaling is None else scaling
     window, chunk = (None if size is None or segments.longest <= size else size for size in (window, chunk))
-    softcap, sinks = _beside_scores(kwargs)
+    stock_ignores = kwargs.get(INSTEAD) == "sdpa"
+    softcap, sinks = (None, None) if stock_ignores else (kwargs.get("softcap"), kwargs.get("s_aux"))
     kernel = softcap is None and chunk is None and value.shape[-1] == query.shape[-1]
     if kernel and device == "cpu":
         return MergedAttention.apply(query, key, value, calls_of(segments, window), scale, sinks), None
@@ -72,19 +73,13 @@ def attention(
     return by_sdpa(query, key, value, segments, scale, window, softcap, sinks, chunk), None
 
 
-def _beside_scores(kwargs: dict[str, Any]) -> tuple[float | None, Tensor | None]:
-    """Return the bound of the scores and the sinks, unless this replaces transformers' sdpa, which ignores both."""
-    return (None, None) if kwargs.get(INSTEAD) == "sdpa" else (kwargs.get("softcap"), kwargs.get("s_aux"))
-
-
 # The config selects the attention during a forward; a layer that is recomputed in the backward selects it itself.
 
 
 @contextmanager
 def selected(model: nn.Module) -> Iterator[None]:
     """Run `model`'s attention through this module for a `with` block."""
-    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
-    before = [(c, c._attn_implementation_internal) for c in configs.values()]
+    before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     try:
         for config, _ in before:
             config._attn_implementation_internal = NAME

@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -47,21 +48,14 @@ def _rates(module: nn.Module) -> Iterator[tuple[Any, str, float]]:
 @cache
 def _read_later(kind: type[nn.Module]) -> frozenset[str]:
     """Names of the rates in `config.rate` in the source of a module's methods, except its constructor."""
-    methods = [
-        inspect.unwrap(method)
-        for parent in kind.__mro__
-        if issubclass(parent, nn.Module) and parent not in (nn.Module, PreTrainedModel)
-        for name, method in vars(parent).items()
-        if name != "__init__" and inspect.isfunction(method)
-    ]
-    return frozenset(name for method in methods for name in re.findall(r"config\.(\w*drop\w*)", _source(method)))
-
-
-def _source(method: Callable[..., object]) -> str:
-    try:
-        return inspect.getsource(method)
-    except OSError:  # made by exec, as transformers' generated methods
-        return ""
+    found = set[str]()
+    for parent in kind.__mro__:
+        if issubclass(parent, nn.Module) and parent not in (nn.Module, PreTrainedModel):
+            for name, method in vars(parent).items():
+                if name != "__init__" and inspect.isfunction(method):
+                    with suppress(OSError):  # made by exec, as transformers' generated methods
+                        found.update(re.findall(r"config\.(\w*drop\w*)", inspect.getsource(inspect.unwrap(method))))
+    return frozenset(found)
 
 
 def _save(model: PreTrainedModel, rates: Rates, *args: Any, **kwargs: Any) -> None:

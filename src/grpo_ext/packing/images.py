@@ -37,7 +37,14 @@ def no_images() -> RowImages:
 def joined_fields(rows: Sequence[RowImages]) -> dict[str, Tensor]:
     """Join tensors of several rows, padded with 0 to the largest, but for those with a number for each token."""
     names = dict.fromkeys(name for row in rows for name in row if name not in (COUNT, *OF_TOKENS))
-    return {name: _concatenated([row[name] for row in rows if name in row]) for name in names}
+    found: dict[str, Tensor] = {}
+    for name in names:
+        tensors = [row[name] for row in rows if name in row]
+        largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+        found[name] = tensors[0].new_zeros(sum(map(len, tensors)), *largest)
+        for part, tensor in zip(found[name].split([*map(len, tensors)]), tensors, strict=True):
+            part[:, *map(slice, tensor.shape[1:])] = tensor
+    return found
 
 
 def joined_types(rows: Sequence[RowImages], mask: Tensor, completion: int) -> dict[str, Tensor]:
@@ -64,13 +71,3 @@ def forward_arguments(rows: Sequence[RowImages], mask: Tensor, completion: int) 
         if not {"image_grid_thw", "image_position_ids"} & fields.keys():  # TRL would guess what is counted
             found["num_tiles"] = [len(row["pixel_values"]) if "pixel_values" in row else 0 for row in rows]
     return found
-
-
-def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    return torch.cat([_widened(tensor, shape) for tensor in tensors])
-
-
-def _widened(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    missing = [wanted - size for wanted, size in zip(shape, tensor.shape[1:], strict=True)]
-    return torch.nn.functional.pad(tensor, [n for size in reversed(missing) for n in (0, size)])

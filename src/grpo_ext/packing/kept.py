@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 KEPT: Final = "kept_tokens"
@@ -57,6 +57,28 @@ class KeptSets:
         joined = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
         return cls(joined.to(device), begins.flatten().to(device), counts.flatten().to(device))
 
+    @classmethod
+    def of_positions(
+        cls, rows: Sequence[Tensor], mask: Shaped[Tensor, "rows width"], completion: int, positions: int
+    ) -> "KeptSets":
+        """Return the sets of the positions that TRL's LM head computes for padded rows, in their order.
+
+        It computes the live tokens of completions, or, without a kernel that selects them, all predictions of a row.
+
+        Raises:
+            ValueError: it computes another number of positions.
+        """
+        (count, width), live = mask.shape, mask[:, -completion:].bool()
+        place = torch.arange(count * completion, device=live.device).view(count, completion)
+        if positions == int(live.sum()):
+            places = place[live]
+        elif positions == count * (width - 1):
+            places = torch.nn.functional.pad(place, (width - 1 - completion, 0), value=-1).flatten()
+        else:
+            found = f"{positions} positions for rows of {width} tokens, {int(live.sum())} of them completions"
+            raise ValueError(f"TRL's LM head computes {found}: the tokens that the sampler kept cannot be assigned.")
+        return cls.of(rows, completion, mask.device).at(places)
+
     def at(self, places: Int[Tensor, " positions"]) -> "KeptSets":
         """Return the sets at `places` among these; a negative place has no set."""
         counts = torch.where(places >= 0, self.counts[places.clamp(min=0)], 0)
@@ -71,17 +93,3 @@ class KeptSets:
         found = torch.zeros(len(counts), vocabulary, dtype=torch.bool, device=sizes.device)
         found[of_position, self.ids[begins[of_position] + within].long()] = True
         return found ^ (counts > 0)[:, None]
-
-
-def places_of_rows(live: Bool[Tensor, "rows time"], width: int, positions: int) -> Int[Tensor, " positions"]:
-    """Return the place in [rows, time] of each position that TRL's LM head computes for padded rows.
-
-    It computes the live tokens in their order, or, without a kernel that selects them, all predictions of a row.
-    """
-    rows, time = live.shape
-    place = torch.arange(rows * time, device=live.device).view(rows, time)
-    if positions == int(live.sum()):
-        return place[live]
-    padded = place.new_full((rows, width - 1), -1)
-    padded[:, width - 1 - time :] = place
-    return padded.flatten()

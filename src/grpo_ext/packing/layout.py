@@ -42,10 +42,10 @@ class Layout:
         return len(self.source)
 
 
-def groups_of(prompts: np.ndarray) -> list[list[int]]:
-    """Group equal rows of [rows, width], in the order of their first ones."""
+def groups_of(prompt_ids: np.ndarray, mask: np.ndarray) -> list[list[int]]:
+    """Group rows with equal prompts, in the order of their first ones."""
     found: dict[bytes, list[int]] = {}
-    for i, row in enumerate(np.ascontiguousarray(prompts)):
+    for i, row in enumerate(np.ascontiguousarray(np.where(mask, prompt_ids, -1))):
         found.setdefault(row.tobytes(), []).append(i)
     return list(found.values())
 
@@ -71,8 +71,7 @@ def pack(
     if not contiguous or start == 0 or not mask[:, start - 1].all() or not lengths.any():
         return None
     pieces: list[_Piece] = []
-    prompts = np.where(mask[:, :start], input_ids[:, :start], -1)
-    for number, group in enumerate(groups_of(prompts)):
+    for number, group in enumerate(groups_of(input_ids[:, :start], mask[:, :start])):
         pieces += _pieces(number, group, np.flatnonzero(mask[group[0], : start - 1]), start - 1, lengths, whole)
     pieces.sort(key=lambda p: (p.owner is not None, -1 if p.owner is None else p.owner, len(p.columns)))
     source = np.concatenate([p.row * width + p.columns for p in pieces])

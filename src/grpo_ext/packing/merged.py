@@ -85,18 +85,6 @@ def _crossing(first: int, length: int, span: Span, distance: int, window: int) -
     return Call((first, 1, queries), (begin, 1, end - begin), band=Band(low, None) if queries - 1 + low > 0 else None)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(q, k, v, 0.0, call.causal, attn_mask=call.mask(q), scale=scale)
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return kernel(grad, q, k, v, out, lse, 0.0, call.causal, attn_mask=call.mask(q), scale=scale)
-
-
 def _queries(x: Tensor, start: int, count: int, length: int, key_heads: int) -> Tensor:
     """View segments of [1, heads, tokens, size] as [batch, heads, length, size], with GQA's key heads in the batch."""
     x = split(x, start, count, length)
@@ -111,11 +99,6 @@ def _keys(x: Tensor, start: int, count: int, length: int, repeats: int) -> Tenso
 def _as_tokens(x: Tensor, count: int) -> Tensor:
     """View [batch, heads, length, size] of `_queries` or `_keys` as [heads, count, length, size]."""
     return (x if x.shape[0] == count else x.unflatten(0, (count, -1)).flatten(1, 2)).transpose(0, 1)
-
-
-def _summed(grad: Tensor, repeats: int) -> Tensor:
-    """Sum the gradients of the copies of keys."""
-    return grad if repeats == 1 else grad.sum(dim=1, keepdim=True)
 
 
 class MergedAttention(torch.autograd.Function):
@@ -139,11 +122,12 @@ class MergedAttention(torch.autograd.Function):
         repeats = heads // key_heads
         out = query.new_empty(1, tokens, heads, size).transpose(1, 2)
         lse = query.new_empty(1, heads, tokens, 1, dtype=max(query.dtype, torch.float32, key=lambda d: d.itemsize))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
         def called(call: Call) -> tuple[Tensor, Tensor]:
             q = _queries(query, *call.asking, key_heads)
             k, v = (_keys(x, *call.answering, repeats) for x in (key, value))
-            part, part_lse = _flash(q, k, v, call, scale)
+            part, part_lse = flash(q, k, v, 0.0, call.causal, attn_mask=call.mask(q), scale=scale)
             return _as_tokens(part, call.asking[1]), _as_tokens(part_lse[..., None], call.asking[1])
 
         inner, outer = calls
@@ -173,13 +157,16 @@ class MergedAttention(torch.autograd.Function):
         key_heads = key.shape[1]
         repeats = query.shape[1] // key_heads
         grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (query, key, value))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         for call in chain(*calls):
             q, g, o, norm = (_queries(x, *call.asking, key_heads) for x in (query, grad, out, lse))
             k, v = (_keys(x, *call.answering, repeats) for x in (key, value))
-            dq, dk, dv = _flash_backward(g, q, k, v, o, norm[..., 0].contiguous(), call, scale)
+            given = g, q, k, v, o, norm[..., 0].contiguous(), 0.0, call.causal
+            dq, dk, dv = flash(*given, attn_mask=call.mask(q), scale=scale)
             parts = (grad_q, call.asking, dq), (grad_k, call.answering, dk), (grad_v, call.answering, dv)
             for target, where, part in parts:
-                part = part if target is grad_q else _summed(part, repeats)
+                if target is not grad_q and repeats > 1:
+                    part = part.sum(dim=1, keepdim=True)  # over the copies of keys
                 split(target, *where).transpose(0, 1).add_(_as_tokens(part, where[1]))
         grad_sinks = None
         if sinks is not None:

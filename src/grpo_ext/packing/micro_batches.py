@@ -70,7 +70,7 @@ def regroup(micro_batches: Sequence[MicroBatch], window: int, skip_silent: bool 
         step = micro_batches[begin : begin + window]
         together = _joined(step)
         prompt_mask = together["prompt_mask"].cpu().numpy()
-        groups = groups_of(np.where(prompt_mask, together["prompt_ids"].cpu().numpy(), -1))
+        groups = groups_of(together["prompt_ids"].cpu().numpy(), prompt_mask)
         cost = together["completion_mask"].sum(dim=1).cpu().numpy()
         if skip_silent:
             cost = np.where(silent(together["advantages"]).cpu().numpy(), 0, cost)
@@ -140,15 +140,19 @@ def rows_of(batch: MicroBatch, rows: Tensor) -> MicroBatch:
     return _changed(batch, taken)
 
 
+def live_columns(prompt_mask: Tensor, completion_mask: Tensor) -> tuple[int, int]:
+    """Return the first column that some prompt has, and the number of columns of completions, at least 1."""
+    asked, answered = prompt_mask.any(dim=0), completion_mask.any(dim=0)
+    return int(asked.int().argmax()), int(answered.nonzero().max()) + 1 if answered.any() else 1
+
+
 def trim(batch: MicroBatch, *, prompts: bool = True) -> MicroBatch:
     """Remove columns that are padding in every row: on the left of prompts, on the right of completions.
 
     With absolute positions a prompt must keep its padding (`prompts=False`).
     """
-    asked, completions = batch["prompt_mask"].any(dim=0), batch["completion_mask"].any(dim=0)
-    first = int(asked.int().argmax()) if prompts else 0
-    width = len(completions)
-    last = max(1, int(completions.nonzero().max()) + 1 if completions.any() else 1)
+    first, last = live_columns(batch["prompt_mask"], batch["completion_mask"])
+    first, width = first if prompts else 0, batch["completion_mask"].shape[1]
 
     def trimmed(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim != 2:
@@ -183,7 +187,8 @@ def of_live_rows(
         needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, KEPT, IMAGES)}
         batch = trim(rows_of(cast(MicroBatch, needed), at), prompts=False)
     elif IMAGES in inputs:
-        at = live.new_tensor([_row_that_sees(inputs[IMAGES])], dtype=torch.long)
+        sees = next((i for i, row in enumerate(inputs[IMAGES]) if int(row[COUNT])), 0)
+        at = live.new_tensor([sees], dtype=torch.long)
         row = rows_of(cast(MicroBatch, {name: inputs[name] for name in (*TOKENS, IMAGES)}), at)
         row["completion_ids"], row["completion_mask"] = row["completion_ids"][:, :1], torch.ones_like(at)[:, None]
         batch = row
@@ -201,8 +206,3 @@ def of_live_rows(
         return ground + torch.nn.functional.pad(logps * 0.0, padding), entropies.new_zeros(rows, time)
     logps, entropies = (torch.nn.functional.pad(x, padding) for x in (logps, entropies))
     return ground.index_copy(0, at, logps), entropies.new_zeros(rows, time).index_copy(0, at, entropies)
-
-
-def _row_that_sees(rows: Sequence[RowImages]) -> int:
-    """Return the number of the first row that has images, or 0."""
-    return next((i for i, row in enumerate(rows) if int(row[COUNT])), 0)

@@ -82,7 +82,11 @@ def forward_obstacle(args: GRPOExtConfig) -> str | None:
 
 def obstacles(model: Policy, use: Forward = Forward.LOSS) -> Iterator[str]:
     """Yield why a shared prompt would not be exact for this model."""
-    yield from _of_adapters(model)
+    adapters = model.peft_config.values() if isinstance(model, PeftModel) else ()
+    if adds_tokens(model):
+        yield "the adapter adds tokens before the prompt"
+    if any(getattr(adapter, "alora_invocation_tokens", None) is not None for adapter in adapters):  # arXiv:2504.12397
+        yield "the adapter begins to act at a token of each completion"
     if use is Forward.LOSS or (use is Forward.ROLLOUT and model.training):  # evaluation rolls out without noise
         yield from _of_noise(model)
     base = causal_lm(model)
@@ -90,8 +94,8 @@ def obstacles(model: Policy, use: Forward = Forward.LOSS) -> Iterator[str]:
     yield from _of_architecture(base)
     if use is Forward.LOSS:
         yield from _of_the_loss(base)
-    elif use is Forward.ROLLOUT:
-        yield from _of_rollouts(base)
+    elif use is Forward.ROLLOUT and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(base)):
+        yield "the weights are sharded over processes"  # which decode different numbers of tokens
 
 
 # In the loss and in rollouts.
@@ -100,14 +104,6 @@ def obstacles(model: Policy, use: Forward = Forward.LOSS) -> Iterator[str]:
 def adds_tokens(model: Policy) -> bool:
     """Return whether an adapter adds tokens before the prompt."""
     return isinstance(model, PeftModel) and any(a.is_prompt_learning for a in model.peft_config.values())
-
-
-def _of_adapters(model: Policy) -> Iterator[str]:
-    adapters = model.peft_config.values() if isinstance(model, PeftModel) else ()
-    if adds_tokens(model):
-        yield "the adapter adds tokens before the prompt"
-    if any(getattr(adapter, "alora_invocation_tokens", None) is not None for adapter in adapters):  # arXiv:2504.12397
-        yield "the adapter begins to act at a token of each completion"
 
 
 def _of_noise(model: Policy) -> Iterator[str]:
@@ -198,11 +194,3 @@ def most_tokens(base: PreTrainedModel) -> float:
 
 def _is_rotary(text: PreTrainedModel) -> bool:
     return any(name.endswith("rotary_emb") for name, _ in text.named_modules())
-
-
-# Only in rollouts: processes decode different numbers of tokens.
-
-
-def _of_rollouts(base: PreTrainedModel) -> Iterator[str]:
-    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(base):
-        yield "the weights are sharded over processes"

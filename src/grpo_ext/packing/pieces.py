@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_ext.objective.trajectory import paths
 from grpo_ext.packing.layout import groups_of
-from grpo_ext.packing.micro_batches import PARENTS, TOKENS, MicroBatch, rows_of
+from grpo_ext.packing.micro_batches import PARENTS, TOKENS, MicroBatch, live_columns, rows_of
 from grpo_ext.packing.policy import PrefixSharing, Scores
 
 Piece = list[int]
@@ -75,7 +75,7 @@ class TokenLimit:
             pieces = []
             if self.sharing.possible:
                 ids = input_ids.cpu().numpy()
-                groups = groups_of(np.where(live[:, :start], ids[:, :start], -1))
+                groups = groups_of(ids[:, :start], live[:, :start])
                 packed = by_group(groups, live[:, :start].sum(axis=1) - 1, padded.lengths, self.tokens)
                 pieces = [piece for piece in packed if fits(piece)]
             missing = sorted(set(every).difference(*pieces))
@@ -87,9 +87,8 @@ class TokenLimit:
 
         Before prompts of a model with absolute positions no column is left out.
         """
-        live, start = mask.any(dim=0), mask.shape[1] - completion
-        left = int(live[:start].int().argmax()) if self.sharing.possible else 0
-        return left, max(1, int(live[start:].nonzero().max()) + 1 if live[start:].any() else 1)
+        left, right = live_columns(mask[:, :-completion], mask[:, -completion:])
+        return left if self.sharing.possible else 0, right
 
     def parts(self, inputs: MicroBatch, live: Tensor | None) -> list[Part]:
         """Cut a micro-batch by its `live` rows; the last part has the others too."""

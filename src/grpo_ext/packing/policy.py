@@ -224,8 +224,8 @@ class PrefixSharing:
         whole: bool = False,
     ) -> tuple[Layout | None, np.ndarray | None]:
         """Return the packed layout of rows, None for the plain forward; and their `parents` if they are trees."""
-        tree = None if parents is None else _tree(parents, mask[:, -completion:])
-        if tree is None:
+        tree = None if parents is None else parents.cpu().numpy()
+        if tree is None or is_plain(tree, mask[:, -completion:].cpu().numpy()):
             return self.layout(input_ids, mask, completion, whole), None
         if self.size is None:
             return None, tree
@@ -289,12 +289,6 @@ class PrefixSharing:
             spare = plain(ids[:1], live[:1], columns)[0].sum() * 0.0
             scores[0] = (scores[0][0] + spare, *scores[0][1:])
         return scores[0] if places is None else _gathered(scores, [live.sum() for _, live, _ in batches], places)
-
-
-def _tree(parents: Tensor, live: Tensor) -> np.ndarray | None:
-    """Return `parents`, or None where every row is a plain one."""
-    found = parents.cpu().numpy()
-    return None if is_plain(found, live.cpu().numpy()) else found
 
 
 def _tensor(array: np.ndarray, beside: Tensor) -> Tensor:

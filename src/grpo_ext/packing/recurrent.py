@@ -170,8 +170,13 @@ def carried(model: nn.Module) -> Iterator[None]:
     Raises:
         ForeignAttention: a layer is called without segments.
     """
-    layers = [_follow(parent, layer) for parent in model.modules() for layer in _recurrent_children(parent)]
-    handles = [layer.register_forward_pre_hook(_must_be_split) for layer in layers]
+    handles = []
+    for parent in model.modules():
+        layers = _recurrent_children(parent)
+        if layers and _split not in parent._forward_pre_hooks.values():
+            parent.register_forward_pre_hook(_split, with_kwargs=True)
+            parent.register_forward_hook(_restore, with_kwargs=True, always_call=True)
+        handles += [layer.register_forward_pre_hook(_must_be_split) for layer in layers]
     try:
         yield
     finally:
@@ -181,13 +186,6 @@ def carried(model: nn.Module) -> Iterator[None]:
 
 def _recurrent_children(parent: nn.Module) -> list[nn.Module]:
     return [child for child in parent.children() if is_recurrent(child)]
-
-
-def _follow(parent: nn.Module, layer: nn.Module) -> nn.Module:
-    if _split not in parent._forward_pre_hooks.values():
-        parent.register_forward_pre_hook(_split, with_kwargs=True)
-        parent.register_forward_hook(_restore, with_kwargs=True, always_call=True)
-    return layer
 
 
 def _split(parent: nn.Module, args: object, kwargs: dict[str, Any]) -> None:

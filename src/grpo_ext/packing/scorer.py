@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.images import IMAGES, RowImages, forward_arguments
-from grpo_ext.packing.kept import KEPT, KeptSets, places_of_rows
+from grpo_ext.packing.kept import KEPT, KeptSets
 from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_live_rows
@@ -217,7 +217,7 @@ class Scorer:
         completion: int,
         kept: Sequence[Tensor] | None = None,
     ) -> Scores:
-        sets = None if kept is None else partial(_sets_of_rows, kept, mask, completion)
+        sets = None if kept is None else partial(KeptSets.of_positions, kept, mask, completion)
         with nullcontext() if sets is None else labelled_positions_only(ids.device, sets):
             return self.stock(model, ids, mask, completion, **options, kept=sets)
 
@@ -278,13 +278,3 @@ def _padded(
     ids = torch.cat([pad_sequence(part, True, pad, side) for part, side in sides], dim=1)
     mask = torch.cat([pad_sequence([torch.ones_like(x) for x in part], True, 0, side) for part, side in sides], dim=1)
     return nn.functional.pad(ids, (2, 0), value=pad).to(device), nn.functional.pad(mask, (2, 0)).to(device)
-
-
-def _sets_of_rows(kept: Sequence[Tensor], mask: Tensor, completion: int, positions: int) -> KeptSets:
-    """Return the sets of padded rows' positions, in the order of TRL's LM head."""
-    width, live = mask.shape[1], mask[:, -completion:].bool()
-    if positions not in (int(live.sum()), len(mask) * (width - 1)):
-        found = f"{positions} positions for rows of {width} tokens, {int(live.sum())} of them completions"
-        raise ValueError(f"TRL's LM head computes {found}: the tokens that the sampler kept cannot be assigned.")
-    places = places_of_rows(live, width, positions)
-    return KeptSets.of(kept, completion, mask.device).at(places)

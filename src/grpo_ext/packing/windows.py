@@ -40,12 +40,20 @@ def of_mask(*args: object, local_size: int | None = None, use_vmap: bool = False
     return Window(size, chunk)
 
 
+def configs_of(model: nn.Module) -> list[Any]:
+    """Return the configs of all modules, each once."""
+    return [*{id(config): config for m in model.modules() if (config := getattr(m, "config", None))}.values()]
+
+
 @contextmanager
 def narrowed(model: nn.Module) -> Iterator[None]:
     """Narrow windows and chunks of `model` to `NARROW` tokens for a `with` block, so that few tokens exceed them."""
-    holders: list[Any] = [*model.modules(), *{id(c): c for c in map(_config, model.modules()) if c}.values()]
-    pairs = [(holder, name) for holder in holders for name in _SIZES if _wide(getattr(holder, name, None))]
-    found = [(holder, name, getattr(holder, name)) for holder, name in pairs]
+    found = [
+        (holder, name, window)
+        for holder in (*model.modules(), *configs_of(model))
+        for name in _SIZES
+        if isinstance(window := getattr(holder, name, None), int) and window > NARROW
+    ]
     try:
         for holder, name, _ in found:
             setattr(holder, name, NARROW)
@@ -53,11 +61,3 @@ def narrowed(model: nn.Module) -> Iterator[None]:
     finally:
         for holder, name, window in found:
             setattr(holder, name, window)
-
-
-def _config(module: nn.Module) -> Any:
-    return getattr(module, "config", None)
-
-
-def _wide(window: object) -> bool:
-    return isinstance(window, int) and window > NARROW
