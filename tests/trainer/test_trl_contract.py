@@ -32,7 +32,6 @@ CONTRACT = {
     "GRPOTrainer._prepare_inputs": "f824e7fb07147956",
     "GRPOTrainer._save_checkpoint": "ec91bde123649111",
     "GRPOTrainer.compute_loss": "a2d6ef8bd29c3e26",
-    "GRPOTrainer.get_high_entropy_mask": "ce6e86287bac23d6",
     "GRPOTrainer.get_off_policy_mask": "8ee1e196461141a7",
     "GRPOTrainer.log": "1e7772819cc8cf09",
     "GRPOTrainer.prediction_step": "008b555451073a5a",
@@ -71,7 +70,11 @@ CONTRACT = {
 
 def targets() -> dict[str, object]:
     own = {name for part in GRPOExtTrainer.__mro__ if part.__module__.startswith("grpo_ext.") for name in vars(part)}
-    own |= {"_load_optimizer_and_scheduler", "get_off_policy_mask"}  # called, or relied on, as they are
+    own |= {
+        "_load_optimizer_and_scheduler",
+        "get_off_policy_mask",
+        "prediction_step",
+    }  # called, or relied on, as they are
     methods = sorted(name for name, f in vars(trl.GRPOTrainer).items() if name in own and inspect.isfunction(f))
     functions = ["add_fused_lm_head", "create_model_from_path", "disable_dropout_in_model"]
     functions += ["nanmax", "nanmin", "nanstd", "pad"]

@@ -102,8 +102,8 @@ def call(command: list[str], environment: Mapping[str, str]) -> int:
     Returns:
         The exit code that the training processes wrote down, else the launcher's.
     """
-    from grpo_ext.config.launch import COMMAND, EXIT_CODE_FILE
     from grpo_ext.child_processes import remove_stale_folders
+    from grpo_ext.config.launch import COMMAND, EXIT_CODE_FILE
 
     with tempfile.TemporaryDirectory(prefix="grpo_ext_launch_") as folder:
         exit_code = Path(folder) / "exit_code"

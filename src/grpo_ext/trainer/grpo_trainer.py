@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -39,7 +38,6 @@ from grpo_ext.rollout.seeing import Tokenized
 from grpo_ext.rollout.trajectories import completed, parents_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
-from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.acting import Acting
 from grpo_ext.trainer.batches import (
     Generation,
@@ -57,7 +55,7 @@ from grpo_ext.trainer.crediting import assign_credit, log_generation
 from grpo_ext.trainer.diagnosis.recording import DRAWN, Watching, log_rows
 from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.loss import micro_batch_loss
-from grpo_ext.trainer.loss_terms import Figures, high_entropy_mask
+from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.model_checks import check_pieces
 from grpo_ext.trainer.piecewise import SHARDED
 from grpo_ext.trainer.reference import InitialWeights, compare, evaluating, made_up, moved, scored
@@ -393,20 +391,6 @@ class GRPOExtTrainer(Lifecycle):
         """End the processes beside this one, after the last use of a trainer that was not trained."""
         self.collector.close()
 
-    def _save_own(self, folder: Path) -> None:
-        super()._save_own(folder)
-        if self.collector.ahead is not None:
-            replaces = self.collector.dynamic is not None and self.args.should_save
-            made = self.collector.ahead.in_flight(waits=not self._leaving, replaces=replaces)
-            in_flight.write(folder, self.accelerator.process_index, made)
-
-    def _restore(self, *, epoch_over: bool) -> None:
-        super()._restore(epoch_over=epoch_over)
-        if self.collector.ahead is not None and self._resumed is not None and self._resumed.state is not None:
-            rank, of_host = self.accelerator.process_index, self.accelerator.local_process_index
-            saver = rank - of_host if self.args.save_on_each_node else 0
-            self.collector.ahead.kept = in_flight.read(self._resumed.checkpoint, rank, saver)
-
     # The loss.
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Scores:
@@ -444,6 +428,7 @@ class GRPOExtTrainer(Lifecycle):
     def _prepare_inputs(self, generation_batch: Sequence[dict[str, Any]]) -> MicroBatch:  # type: ignore[override]
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
+            self._eval_rows.seen += len(generation_batch) * self.accelerator.num_processes
             return inputs
         if self._buffered_inputs is not self._generation.micro_batches:  # TRL has just generated
             self._generation = self._arranged(self._buffered_inputs)
@@ -495,10 +480,6 @@ class GRPOExtTrainer(Lifecycle):
         additive = self.objective.additive and self.top_entropy_quantile == 1.0
         additive = additive and not self.aux_loss_enabled
         return self.sharing.possible and self.args.exact_denominators and additive
-
-    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Return TRL's mask, also above the 2^24 tokens that `torch.quantile` takes."""
-        return high_entropy_mask(self.accelerator, entropies, mask, threshold)
 
     def check_reference(self) -> None:
         """Compare the reference with the policy before training, later with itself at the start.

@@ -4,9 +4,11 @@ Only the hooks are here. What they do is in `checkpoints`, `nonfinite`, `finding
 """
 
 import math
+import os
 import time
 from collections import defaultdict
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,21 +20,25 @@ from transformers.trainer_utils import TrainOutput, has_length
 
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.engines import check_started
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, RolloutDrift, SamplerLost, ServerLost
+from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.tables import show
 from grpo_ext.terminal import safe_output
-from grpo_ext.trainer import findings
+from grpo_ext.trainer import card, findings, in_flight, saving
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.callbacks import completions_table
-from grpo_ext.trainer.checkpoints import state
+from grpo_ext.trainer.checkpoints import processes, state, writing
+from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
 from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.evaluating import EvalRows, Evaluated, SameOrderSampler
 from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
-from grpo_ext.trainer.saving import SavingTrainer
+from grpo_ext.trainer.reference import InitialWeights
 from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.signals import interrupted, naming_checkpoint, naming_lost_ranks, signals
 from grpo_ext.trainer.trial_save import check_saving
@@ -43,8 +49,33 @@ class _EndedByEvaluation(Exception):
     """An evaluation that was made up for has ended the training."""
 
 
-class Lifecycle(SavingTrainer):
-    """`trl.GRPOTrainer` with complete checkpoints, exact resume, a check for NaN before each step, and signals."""
+class Lifecycle(GRPOTrainer):
+    """`trl.GRPOTrainer` with complete checkpoints, exact resume, a check for NaN before each step, and signals.
+
+    Attributes:
+        recipe_record: what defines the run, where a recipe does; else the trainer's own arguments do.
+    """
+
+    args: GRPOExtConfig
+    collector: Any
+    model: Any
+    num_iterations: Any
+    objective: Objective
+    recipe_record: Mapping[str, Any] | None = None
+    _advantage_monitor: Any
+    _drift: Any
+    _epoch_began = (0, 0)
+    """The current epoch, and the micro-batches of training before it."""
+    _first_logps: Tensor | None = None
+    """Log-probabilities of the reference at the start."""
+    _group_means: Any
+    _initial: InitialWeights | None = None
+    """Those of an adapter, which are its reference."""
+    _leaving = False
+    """True while a run is ended early: its checkpoint must hold what a resume needs, also with `save_only_model`."""
+    _record: Mapping[str, Any] | None = None
+    _reference_checked = True
+    """False once memory was too little for the check."""
 
     num_generations: Any
     num_generations_eval: Any
@@ -61,6 +92,7 @@ class Lifecycle(SavingTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._writer = writing.Writer(saves=self.args.should_save)
         self._guard = NonFiniteGuard(self)
         self._eval_rows = EvalRows()
 
@@ -85,7 +117,7 @@ class Lifecycle(SavingTrainer):
             self._metrics["train"].clear()
             self.collector.reset()
             self._epoch_began, self._stopped_at, self._leaving = (0, 0), None, False
-            self._record = self._identity()
+            self._record = saving.run_identity(self)
             checkpoint = start(self.args, resume_from_checkpoint, self._record)
             if self.recipe_record is not None or self.args.save_strategy != "no":
                 model = self.accelerator.unwrap_model(self.model)
@@ -94,7 +126,7 @@ class Lifecycle(SavingTrainer):
             with signals.training(), naming_lost_ranks(self.args.world_size, self.args.ddp_timeout):
                 output = super().train(checkpoint, *args, **kwargs)
         except (SamplerLost, ServerLost, RolloutDrift) as error:
-            self._save_and_explain(error)
+            saving.save_and_explain(self, error)
             if signals.requested:
                 raise interrupted(signals.requested, self.state, of_recipe=self.recipe_record is not None) from error
             raise
@@ -151,6 +183,76 @@ class Lifecycle(SavingTrainer):
         """Return a context for sampling, which names overflowed weights and logits."""
         return findings.sampling(self.model, self.state)
 
+    # Saving.
+
+    def save_final(self, output_dir: str | Path) -> None:
+        """Save the final model, completely or not at all.
+
+        Raises:
+            SaveError: it could not be written; on all processes.
+            NonFiniteError: a weight has overflowed; on all processes.
+        """
+        saving.save_final(self, Path(output_dir))
+
+    def finish(self, output_dir: str | Path) -> None:
+        """Record that the run is complete; the last call, after `save_final`.
+
+        Raises:
+            SaveError: the record could not be written; on all processes.
+        """
+        facts = {"step": self.state.global_step, "max_steps": self.state.max_steps}
+        final = Path(output_dir)
+        with self._writer.reporting(final / FINISHED_FILE, final):
+            self._writer.attempt_shared(self._writer.finish, final, self._record or {}, facts)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as TRL does; outside a checkpoint with whole weights, also where an engine shards them."""
+        with nullcontext() if _internal_call else processes.gathered(self):
+            super().save_model(output_dir, _internal_call)
+
+    def create_model_card(self, *args: object, **kwargs: Any) -> None:
+        """Write README.md into `output_dir`; takes TRL's keywords."""
+        self._writer.attempt(saving.write_card, self, Path(str(self.args.output_dir)), **kwargs)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the repository and the branch that the run pushes to.
+
+        Raises:
+            ConfigError: the hub cannot be reached, or refuses.
+        """
+        if self.is_world_process_zero():
+            card.make_repository(self.args)
+        super().init_hf_repo(token)
+        if self.is_world_process_zero():
+            card.make_branch(self, self.args.hub_revision)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, writing.SAVING) if self._writer.is_aside else folder
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        saving.save_checkpoint(self, trial, partial(super()._save_checkpoint, model, trial))
+
+    # None of the following may raise on one process only.
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        self._writer.attempt(super()._save, output_dir, state_dict)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        self._writer.attempt(super()._save_scaler, output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self._writer.attempt(super()._save_rng_state, output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        together = self._writer.is_aside and (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if not (together and self._writer.failed_anywhere()):
+            self._writer.attempt(super()._save_optimizer_and_scheduler, output_dir)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._writer.is_aside:  # else pushed from its final place, which is read in the background
+            super()._push_from_checkpoint(checkpoint_folder)
+
     # Evaluation.
 
     def evaluate(
@@ -205,14 +307,6 @@ class Lifecycle(SavingTrainer):
         metrics, name = self._metrics["eval"], prefix.removeprefix("eval").strip("_")
         for figure in list(metrics) if name and prefix.startswith("eval_") else ():
             metrics[f"{name}_{figure}"] = metrics.pop(figure)
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool | None, ignore_keys: list[str] | None = None
-    ) -> Any:
-        """Compute the loss as TRL does, and count the rows."""
-        output = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._eval_rows.seen += len(inputs) * self.accelerator.num_processes
-        return output
 
     def _get_eval_sampler(self, eval_dataset: object) -> SameOrderSampler:
         return SameOrderSampler(super()._get_eval_sampler(eval_dataset))
@@ -339,6 +433,10 @@ class Lifecycle(SavingTrainer):
         if micro_batches:
             self._generation = Generation(micro_batches, totals)
             self._buffered_inputs = self._generation.micro_batches
+        if self.collector.ahead is not None:
+            rank, of_host = self.accelerator.process_index, self.accelerator.local_process_index
+            saver = rank - of_host if self.args.save_on_each_node else 0
+            self.collector.ahead.kept = in_flight.read(self._resumed.checkpoint, rank, saver)
 
     def _finalize_training(self, *args: object, **kwargs: object) -> Any:
         resumed = self._resumed

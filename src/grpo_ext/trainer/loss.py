@@ -11,7 +11,7 @@ from grpo_ext.packing.micro_batches import MicroBatch, live_mask
 from grpo_ext.packing.pieces import Part
 from grpo_ext.trainer.diagnosis.recording import add_ess, log_weights
 from grpo_ext.trainer.evaluating import batch_weight
-from grpo_ext.trainer.loss_terms import entropy_bonus, loss_figures
+from grpo_ext.trainer.loss_terms import entropy_bonus, high_entropy_mask, loss_figures
 from grpo_ext.trainer.piecewise import Terms, more_to_come, together
 
 
@@ -61,7 +61,7 @@ def _terms(trainer: Any, model: nn.Module, part: Part, totals: StepTotals, mode:
     tensors = objective.tensors(logps, with_samplers_old(trainer, logps, inputs, live), mask)
     entropy_mask = None
     if trainer.top_entropy_quantile < 1.0:
-        entropy_mask = trainer.get_high_entropy_mask(entropies, mask, 1 - trainer.top_entropy_quantile)
+        entropy_mask = high_entropy_mask(trainer.accelerator, entropies, mask, 1 - trainer.top_entropy_quantile)
 
     per_token_loss = objective.surrogate_loss(tensors)
     for factor in _factors(trainer, tensors, inputs, entropy_mask):
