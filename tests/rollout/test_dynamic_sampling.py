@@ -64,7 +64,7 @@ def test_dead_groups_are_replaced_in_order_until_either_side_runs_out():
 
 def test_log_probabilities_of_a_rollout_function_may_be_arrays():
     made = Generated([[1]], [[2, 3]], None, ["a"], [np.zeros(2)], {}, None, [])
-    batch = Batch.of(Collected([{}], (), made, rewards=torch.zeros(1, 1), turn_rewards=[[None]], logged={}))
+    batch = Batch.of(Collected([{}], (), ["a"], made, rewards=torch.zeros(1, 1), turn_rewards=[[None]], logged={}))
     assert batch.collected().generated.logprobs[0].tolist() == [0.0, 0.0]
 
 
