@@ -24,8 +24,11 @@ def asked(n=16):
 class Recorder(GRPOExtTrainer):
     def _generate_and_score_completions(self, inputs):
         self.output = super()._generate_and_score_completions(inputs)
-        self.attempts = [row.get("trajectory") for row in inputs]
         return self.output
+
+    def _calculate_rewards(self, inputs, *completed):
+        self.attempts = [row.get("trajectory") for row in inputs]
+        return super()._calculate_rewards(inputs, *completed)
 
 
 def trained(tmp_path, environments, data=None, kind=Recorder, model=None, rewards=None, **settings):
