@@ -371,10 +371,9 @@ FAULTS = ["raises in reset", "is killed", "hangs", "exits"]
 
 
 class Failures(GRPOExtTrainer):
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
+    def _calculate_rewards(self, inputs, *completed):
         self.failed = [*getattr(self, "failed", []), [row["trajectory"].failure for row in inputs]]
-        return output
+        return super()._calculate_rewards(inputs, *completed)
 
 
 def environment(model: str, output: str) -> None:
