@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from grpo_ext.child_processes import EXIT_SECONDS, describe_exit, kill_group, start_python
+from grpo_ext.child_processes import EXIT_SECONDS, describe_exit, start_python
 from grpo_ext.errors import SamplerLost
 from grpo_ext.rollout.process.memory_file import MemoryFile, read
 from grpo_ext.rollout.process.messages import Failure, Request, Start, Table
@@ -213,5 +213,6 @@ class _Process:
 
     def end(self) -> None:
         """Kill the process."""
-        kill_group(self._child)
+        self._child.kill()
+        self._child.wait()
         self._connection.close()
