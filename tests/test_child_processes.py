@@ -37,7 +37,9 @@ def test_a_process_gets_the_signal_when_its_parent_is_killed(number, words):
 
 def test_a_process_whose_parent_has_ended_before_does_not_begin():
     program = [sys.executable, "-c", "print('begun')"]
-    run = subprocess.run(program, preexec_fn=partial(die_with_parent, os.getpid() + 1), capture_output=True)
+    run = subprocess.run(
+        program, preexec_fn=partial(die_with_parent, os.getpid() + 1, signal.SIGKILL), capture_output=True
+    )
     assert (run.returncode, run.stdout) == (1, b"")
 
 

@@ -78,8 +78,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when the thread that started it ends, even if this process hangs."""
+def die_with_parent(parent: int, number: int) -> None:
+    """Have Linux send this process a signal when the thread of `parent` that started it ends, even if it hangs."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
@@ -206,7 +206,7 @@ def _is_alive(pid: int) -> bool:
 def begin() -> socket.socket:
     """Apply the limits in `sys.argv` to this `Child`. Return its socket."""
     descriptor, memory_gib, parent = sys.argv[1:4]
-    die_with_parent(int(parent))
+    die_with_parent(int(parent), signal.SIGKILL)
     if (size := int(float(memory_gib) * 2**30)) > 0:  # an allocation beyond raises, instead of a machine that swaps
         import resource  # not on Windows, where this module must still import
 

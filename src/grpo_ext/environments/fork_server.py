@@ -216,7 +216,7 @@ def _fork(
         return process
     code = 1
     try:
-        die_with_parent(parent)
+        die_with_parent(parent, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # so that it can be killed with all that it starts

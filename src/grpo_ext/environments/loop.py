@@ -26,7 +26,7 @@ _MOMENT = 0.005
 """Seconds for which answers are collected into one wave."""
 
 
-class Engine(Protocol):
+class TurnEngine(Protocol):
     """Samples turns."""
 
     version: int
@@ -131,7 +131,7 @@ class Attempts:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TurnEngine,
         host: EnvironmentHost,
         renderer: Renderer,
         parse: MessageParser,

@@ -9,7 +9,7 @@ from grpo_ext.child_processes import traceback_tail
 from grpo_ext.rewards.columns import Columns, readable_columns, scorable_rows, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import from_outside
-from grpo_ext.rewards.outcomes import Part, failure
+from grpo_ext.rewards.outcomes import ScoredCall, failure
 from grpo_ext.rewards.signatures import is_async
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Status
@@ -26,7 +26,7 @@ class RunBatches(Protocol):
         """Return their outcomes, in order."""
 
 
-async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: RunBatches) -> list[Part]:
+async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: RunBatches) -> list[ScoredCall]:
     """Retry a failed call; then score its completions one by one, where the reward scores them independently.
 
     A reward that compares the completions of a batch cannot score them one by one: its call fails as a whole. So does
@@ -41,11 +41,11 @@ async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: Ru
     reason = failure(outcome, len(rows))
     hopeless = outcome.misshapen(len(rows)) or len(rows) == 1 or spec.on_error == "raise" or not spec.is_independent
     if not reason or hopeless:
-        return [Part(rows, outcome)]
+        return [ScoredCall(rows, outcome)]
     singles = [[row] for row in rows]
     outcomes = await run(singles, deadline=time.monotonic() + ISOLATION_BUDGET * spec.timeout)
     outcomes[0].seconds += outcome.seconds
-    return [Part(single, one, after=reason) for single, one in zip(singles, outcomes, strict=True)]
+    return [ScoredCall(single, one, after=reason) for single, one in zip(singles, outcomes, strict=True)]
 
 
 def job(spec: RewardSpec, columns: Columns, rows: list[int], seed: int, place: int | None = None) -> Job:
@@ -66,7 +66,7 @@ def call_seed(seed: int, name: str, columns: Columns, rows: Sequence[int]) -> in
     return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
 
 
-async def in_process(spec: RewardSpec, columns: Columns) -> list[Part]:
+async def in_process(spec: RewardSpec, columns: Columns) -> list[ScoredCall]:
     """Score a batch in this process."""
     rows = scorable_rows(spec, columns)
 
@@ -96,6 +96,6 @@ async def _call(spec: RewardSpec, columns: Columns, deadline: float | None) -> O
     return outcome
 
 
-def lost(columns: Columns, error: Exception) -> Part:
+def lost(columns: Columns, error: Exception) -> ScoredCall:
     """Mark the batch failed because of an infrastructure error, not the reward function."""
-    return Part(list(range(len(columns["completions"]))), Outcome(Status.FAILED, reason=traceback_tail(error)))
+    return ScoredCall(list(range(len(columns["completions"]))), Outcome(Status.FAILED, reason=traceback_tail(error)))

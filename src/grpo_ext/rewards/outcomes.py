@@ -14,7 +14,7 @@ from grpo_ext.rewards.workers.worker import safe_repr
 
 
 @dataclass
-class Part:
+class ScoredCall:
     """One call: the rows of the batch that it scored, and its outcome."""
 
     rows: list[int]
@@ -52,17 +52,17 @@ class Scores:
     """Why the run must stop, or an empty string."""
 
 
-def merged(spec: RewardSpec, turns: Sequence[int | None], parts: Sequence[Part]) -> Scores:
+def merged(spec: RewardSpec, turns: Sequence[int | None], calls: Sequence[ScoredCall]) -> Scores:
     """Merge the values of all rows; `turns` holds the number of turns of each, or None.
 
     Failed rows get the value of `on_error`, which is not scaled or clipped.
     """
     total = len(turns)
     scores = Scores([None] * total, [None] * total)
-    for part in parts:
-        rows, outcome = part.rows, part.outcome
-        if part.after:
-            scores.rescored, scores.cause = scores.rescored + len(rows), part.after
+    for call in calls:
+        rows, outcome = call.rows, call.outcome
+        if call.after:
+            scores.rescored, scores.cause = scores.rescored + len(rows), call.after
         scores.seconds += outcome.seconds
         scores.timeouts += len(rows) * (outcome.status == Status.TIMEOUT)
         scores.metrics += outcome.metrics

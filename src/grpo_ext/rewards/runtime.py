@@ -13,7 +13,7 @@ from grpo_ext.rewards.calls import RunBatches, in_process, job, lost, recovered
 from grpo_ext.rewards.columns import CALLBACKS, Columns, as_begun, check_clash, scorable_rows, with_plain_state
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import nan_warning, report
-from grpo_ext.rewards.outcomes import Part, Scores, merged, turn_counts
+from grpo_ext.rewards.outcomes import ScoredCall, Scores, merged, turn_counts
 from grpo_ext.rewards.schedule import weight_at
 from grpo_ext.rewards.signatures import asks, is_async
 from grpo_ext.rewards.workers.pool import Outcome, Pool
@@ -92,8 +92,8 @@ class Runtime:
         check_clash(spec, columns)
         if self._batch is not columns["completions"]:
             specs = [s for s in self.specs if self._isolated(s)]
-            parts = self._contained(specs, columns)
-            self._scores = {s.name: self._finish(s, parts[s.name], columns) for s in specs}
+            calls = self._contained(specs, columns)
+            self._scores = {s.name: self._finish(s, calls[s.name], columns) for s in specs}
             self._batch = columns["completions"]
         return self._scores[spec.name]
 
@@ -101,18 +101,18 @@ class Runtime:
         """Score in this process; never waits unless the function is async."""
         check_clash(spec, columns)
         try:
-            parts = await in_process(spec, as_begun(spec, columns, self.opened))
+            calls = await in_process(spec, as_begun(spec, columns, self.opened))
         except Exception as error:
-            parts = [lost(columns, error)]
-        return self._finish(spec, parts, columns)
+            calls = [lost(columns, error)]
+        return self._finish(spec, calls, columns)
 
-    def _contained(self, specs: Sequence[RewardSpec], columns: Columns) -> dict[str, list[Part]]:
+    def _contained(self, specs: Sequence[RewardSpec], columns: Columns) -> dict[str, list[ScoredCall]]:
         try:
             return self._in_workers(specs, columns)
         except Exception as error:  # such as a machine that starts no more processes
             return {spec.name: [lost(columns, error)] for spec in specs}
 
-    def _in_workers(self, specs: Sequence[RewardSpec], columns: Columns) -> dict[str, list[Part]]:
+    def _in_workers(self, specs: Sequence[RewardSpec], columns: Columns) -> dict[str, list[ScoredCall]]:
         """Score with all rewards at once, then again with those that failed (`recovered`)."""
         if any(asks(s.callable, "trainer_state") for s in specs):
             columns = with_plain_state(columns)
@@ -121,10 +121,10 @@ class Runtime:
         outcomes = self.pool.run(
             [job(s, begun[s.name], rows, self.seed, self._places.get(s.name)) for s, rows in chunks]
         )
-        parts: dict[str, list[Part]] = {s.name: [] for s in specs}
+        calls: dict[str, list[ScoredCall]] = {s.name: [] for s in specs}
         for (spec, rows), outcome in zip(chunks, outcomes, strict=True):
-            parts[spec.name] += _at_once(recovered(spec, rows, outcome, self._pooled(spec, begun[spec.name])))
-        return parts
+            calls[spec.name] += _at_once(recovered(spec, rows, outcome, self._pooled(spec, begun[spec.name])))
+        return calls
 
     def _pooled(self, spec: RewardSpec, columns: Columns) -> RunBatches:
         async def run(batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
@@ -141,9 +141,9 @@ class Runtime:
         for i in range(pieces):
             yield rows[len(rows) * i // pieces : len(rows) * (i + 1) // pieces]
 
-    def _finish(self, spec: RewardSpec, parts: Sequence[Part], columns: Columns) -> Scores:
+    def _finish(self, spec: RewardSpec, calls: Sequence[ScoredCall], columns: Columns) -> Scores:
         """Report what failed, and log under the reward's name."""
-        scores = merged(spec, turn_counts(columns), parts)
+        scores = merged(spec, turn_counts(columns), calls)
         scores.error = self._report(spec, columns, scores)
         log_extra, log_metric = (columns.get(name) for name in CALLBACKS)
         if log_extra is not None:

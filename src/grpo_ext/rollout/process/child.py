@@ -25,7 +25,7 @@ from grpo_ext.child_processes import end_with_parent, traceback_tail
 from grpo_ext.rollout.decoding import decode
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.process.memory_file import load
-from grpo_ext.rollout.process.messages import Failure, Machine, ModelSpec, Request, Start
+from grpo_ext.rollout.process.messages import Failure, Machine, ModelSpec, SampleRequest, Start
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 
@@ -51,7 +51,7 @@ def main() -> None:
 def _serve(connection: Connection) -> None:
     decoder: Decoder | None = None
     while True:
-        request: Request = pickle.loads(connection.recv_bytes())
+        request: SampleRequest = pickle.loads(connection.recv_bytes())
         if request.start is not None:
             decoder = Decoder(request.start)
         assert decoder is not None
@@ -72,7 +72,7 @@ class Decoder:
         self.model = built(start.model, self.device)
 
     @torch.no_grad()
-    def sample(self, request: Request, after_forward: Callable[..., None]) -> list[Sampled]:
+    def sample(self, request: SampleRequest, after_forward: Callable[..., None]) -> list[Sampled]:
         """Sample a completion after each context, as the trainer would in its own process."""
         settings, count = self.settings, len(request.contexts)
         ids, mask = padded(request.contexts, settings.pad, settings.multiple)

@@ -1,7 +1,7 @@
 """Messages between a trainer and the process that samples for it. Both sides pickle them.
 
-The trainer sends a `Request`. The process answers with a list of `Sampled`, one for each context, or with a `Failure`;
-before that, while it decodes, with empty lists.
+The trainer sends a `SampleRequest`. The process answers with a list of `Sampled`, one for each context, or with a
+`Failure`; before that, while it decodes, with empty lists.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Place(NamedTuple):
 Table: TypeAlias = tuple[Place, ...]
 
 
-class Request(NamedTuple):
+class SampleRequest(NamedTuple):
     """Completions to sample."""
 
     start: Start | None

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from grpo_ext.child_processes import EXIT_SECONDS, describe_exit, kill_group, start_python
+from grpo_ext.child_processes import EXIT_SECONDS, describe_exit, start_python
 from grpo_ext.errors import SamplerLost
 from grpo_ext.rollout.process.memory_file import MemoryFile, read
-from grpo_ext.rollout.process.messages import Failure, Request, Start, Table
+from grpo_ext.rollout.process.messages import Failure, SampleRequest, Start, Table
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import drawn
@@ -102,7 +102,7 @@ class ProcessSampler:
         if not contexts:
             return []
         uniforms = drawn(streams, limits, len(contexts), max(limits))
-        request = Request(None, None, contexts, limits, uniforms)
+        request = SampleRequest(None, None, contexts, limits, uniforms)
         with self._one_at_a_time:
             try:
                 return self._ask(version, request)
@@ -116,7 +116,7 @@ class ProcessSampler:
             except Trouble as trouble:
                 raise SamplerLost(f"The process that samples completions failed twice: {trouble}.") from None
 
-    def _ask(self, version: int, request: Request) -> list[Sampled]:
+    def _ask(self, version: int, request: SampleRequest) -> list[Sampled]:
         try:
             return self._running().sample(request, self._versions[version], self._limit)
         except BaseException:
@@ -172,7 +172,7 @@ class _Process:
         with theirs:
             self._child = start_python(_PROGRAM, (theirs.fileno(), os.getpid()), [theirs.fileno()])
 
-    def sample(self, request: Request, weights: _Published, limit: float) -> list[Sampled]:
+    def sample(self, request: SampleRequest, weights: _Published, limit: float) -> list[Sampled]:
         """Return the completions of a request.
 
         Raises:
@@ -213,5 +213,6 @@ class _Process:
 
     def end(self) -> None:
         """Kill the process."""
-        kill_group(self._child)
+        self._child.kill()
+        self._child.wait()
         self._connection.close()
