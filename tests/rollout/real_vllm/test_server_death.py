@@ -178,8 +178,7 @@ def test_a_push_that_is_refused_does_not_wait_for_gloo(served, erring, tied, add
     assert_nothing_lost_or_counted_twice(log, tmp_path)
 
 
-def test_a_server_ends_with_its_command_and_a_signal_meanwhile_saves_the_last_whole_step(served, address, tmp_path):
-    """The last test here: it leaves no server."""
+def test_a_signal_while_the_server_is_away_saves_the_last_whole_step_at_once(served, address, tmp_path):
     served.wait()
     away = {"output_dir": tmp_path / "out", "max_steps": 500, "save_steps": 1, "vllm_server_timeout": 1000}
     away |= {"vllm_group_port": address["group_port"]}
@@ -190,8 +189,7 @@ def test_a_server_ends_with_its_command_and_a_signal_meanwhile_saves_the_last_wh
         run = subprocess.Popen(list(map(str, line)), stdout=out, stderr=out, env=ENV)
     try:
         until(lambda: (tmp_path / "out" / "checkpoint-2").exists(), run, log)
-        served.process.kill()
-        until(lambda: not served.engine_processes_alive(), run, log)
+        send_all(server_processes(served.port), signal.SIGKILL)
         until(lambda: "Waiting up to" in log.read_text(), run, log)
         run.send_signal(signal.SIGTERM)
         began = time.monotonic()
@@ -201,6 +199,17 @@ def test_a_server_ends_with_its_command_and_a_signal_meanwhile_saves_the_last_wh
     print(f"from the signal to the end: {time.monotonic() - began:.1f} s")
     assert re.search(r"SIGTERM: saved checkpoint-\d+ of 500 steps. Run the same command to resume.", log.read_text())
     assert "Traceback" not in log.read_text()
+
+
+def test_a_server_ends_with_the_command_that_started_it(served, address):
+    """The last test here: it leaves no server."""
+    served.wait()
+    served.process.kill()
+    served.process.wait(GRACE)
+    deadline = time.monotonic() + PATIENCE
+    while served.engine_processes_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def until(holds, run, log):
