@@ -158,12 +158,12 @@ ON_VLLM = {"use_vllm": True, "vllm_server_timeout": 90.0, "vllm_gpu_memory_utili
 COLOCATE, SERVER = ON_VLLM | {"vllm_mode": "colocate"}, ON_VLLM | {"vllm_mode": "server"}
 VLLM = {
     "vllm colocate windows": COLOCATE | WINDOWS,
-    "vllm colocate top_p": COLOCATE | {"top_p": 0.7, "beta": 0.1},
+    "vllm colocate top_p": COLOCATE | {"top_p": 0.7, "top_k": 20, "beta": 0.1},
     "vllm colocate dynamic": COLOCATE | DYNAMIC,
     "vllm colocate environments": COLOCATE | PLAYS,
     "vllm server windows": SERVER | WINDOWS,
     "vllm server ahead": SERVER | {"rollout_ahead": 1},
-    "vllm server top_p dynamic": SERVER | DYNAMIC | {"top_p": 0.7},
+    "vllm server top_p dynamic": SERVER | DYNAMIC | {"top_p": 0.7, "top_k": 20},
     "vllm server environments ahead": SERVER | PLAYS | {"rollout_ahead": 1, "environment_waves": "turn"},
     "vllm server sampler": SERVER | OFF_POLICY | {"old_logps": "sampler"},
     "vllm server evaluation": SERVER | EVALUATED,
