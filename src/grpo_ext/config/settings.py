@@ -63,9 +63,13 @@ class Setting:
     in_one_step: bool = False
 
 
-def _group(change: Change, *free: str, in_one_step: bool = False, **rows: Setting) -> dict[str, Setting]:
-    """Return rows that share a kind of change; `free` are settings that may have any value of their type."""
-    every = dict.fromkeys(free, Setting()) | rows
+def _group(
+    change: Change, *more: str | dict[str, Setting], in_one_step: bool = False, **rows: Setting
+) -> dict[str, Setting]:
+    """Return rows that share a kind of change; a name by itself is a setting that may have any value of its type."""
+    every: dict[str, Setting] = {}
+    for part in (*more, rows):
+        every |= {part: Setting()} if isinstance(part, str) else part
     return {name: replace(row, change=change, in_one_step=in_one_step) for name, row in every.items()}
 
 
@@ -97,6 +101,13 @@ SETTINGS: dict[str, Setting] = {
         *("loss_type", "loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs", "use_adaptive_entropy"),
         *("use_bias_correction_kl", "mask_truncated_completions"),
         *("skip_zero_advantages", "vllm_importance_sampling_correction"),
+        _each(
+            NOT_NEGATIVE,
+            *("beta", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos"),
+            *("vespo_lambda_neg", "entropy_coef_delta", "entropy_target", "router_aux_loss_coef"),
+        ),
+        _each(_POSITIVE, "delta", "sapo_temperature_pos", "sapo_temperature_neg", "off_policy_mask_threshold"),
+        _each(_FINITE, "entropy_coef", "entropy_coef_min", "entropy_coef_max"),
         loss_defaults=Setting(choices=("paper", "trl")),
         importance_sampling_level=Setting(choices=ratios),
         kl_estimator=Setting(choices=kl_estimators, function=True),
@@ -108,34 +119,27 @@ SETTINGS: dict[str, Setting] = {
         loss_aggregation=Setting(choices=aggregations, function=True),
         top_entropy_quantile=Setting(_UNIT),
         old_logps=Setting(choices=("recomputed", "sampler")),
-        **_each(
-            NOT_NEGATIVE,
-            *("beta", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos"),
-            *("vespo_lambda_neg", "entropy_coef_delta", "entropy_target", "router_aux_loss_coef"),
-        ),
-        **_each(_POSITIVE, "delta", "sapo_temperature_pos", "sapo_temperature_neg", "off_policy_mask_threshold"),
-        **_each(_FINITE, "entropy_coef", "entropy_coef_min", "entropy_coef_max"),
         in_one_step=True,
     ),
     # The sampler's correction: a recorded batch has its weights.
     **_group(
         Change.ANOTHER_RUN,
         "sampler_correction",
+        _each(_POSITIVE, "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
         vllm_importance_sampling_mode=Setting(
             choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
         ),
         vllm_importance_sampling_clip_min=Setting(NOT_NEGATIVE),
-        **_each(_POSITIVE, "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
     ),
     # How the policy and its reference compute, which the loss of one step depends on too.
     **_group(
         Change.ANOTHER_RUN,
         *("bf16", "fp16", "use_liger_kernel", "model_init_kwargs", "disable_dropout", "cast_lm_head_to_fp32"),
+        _each(COUNT, "max_completion_length", "ref_model_sync_steps"),
         temperature=Setting(Within(above=0.0, because="at 0 every completion of a group is the same")),
         num_generations=Setting(Within(least=2.0, because="a group baseline needs at least 2 completions per prompt")),
         pad_to_multiple_of=Setting(COUNT, choices=("auto",)),
         ref_model_mixup_alpha=Setting(_UNIT),
-        **_each(COUNT, "max_completion_length", "ref_model_sync_steps"),
         in_one_step=True,
     ),
     **_group(
@@ -152,6 +156,7 @@ SETTINGS: dict[str, Setting] = {
         *("ds3_gather_for_generation", "chat_template_kwargs", "cache_implementation", "use_transformers_paged"),
         *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
         *("vllm_structured_outputs_regex", "vllm_engine_kwargs"),
+        _each(COUNT, "dynamic_sampling_max_rounds", "max_tool_calling_iterations", "vllm_max_model_length"),
         top_p=Setting(_SHARE),
         top_k=Setting(Within(least=0.0, because="0 switches it off")),
         min_p=Setting(Within(least=0.0, below=1.0, because=f"at 1 {GREEDY}")),
@@ -167,7 +172,6 @@ SETTINGS: dict[str, Setting] = {
         vllm_mode=Setting(choices=("server", "colocate")),
         vllm_model_impl=Setting(choices=("vllm", "transformers")),
         vllm_dtype=Setting(choices=("auto", "float32", "bfloat16", "float16")),
-        **_each(COUNT, "dynamic_sampling_max_rounds", "max_tool_calling_iterations", "vllm_max_model_length"),
     ),
     **_group(
         Change.ROUNDING,
@@ -178,23 +182,24 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.NOTHING,
         *("vllm_server_base_url", "vllm_server_host", "vllm_enable_sleep_mode"),
+        _each(_PORT, "vllm_server_port", "vllm_group_port"),
         vllm_server_timeout=Setting(_POSITIVE),
         vllm_gpu_memory_utilization=Setting(_SHARE),
         vllm_weight_transfer=Setting(choices=("auto", "nccl", "gloo")),
         rollout_drift=Setting(NOT_NEGATIVE),
         rollout_drift_action=Setting(choices=("warn", "stop")),
-        **_each(_PORT, "vllm_server_port", "vllm_group_port"),
     ),
     # Batches, data and random numbers.
     **_group(
         Change.SPLIT,
         "world_size",
-        **_each(COUNT, "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
+        _each(COUNT, "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
     ),
     **_group(
         Change.ANOTHER_RUN,
         *("shuffle_dataset", "dataloader_drop_last", "dataloader_in_order", "ignore_data_skip"),
         *("auto_find_batch_size", "remove_unused_columns"),
+        _each(_SEED, "seed", "data_seed"),
         generation_batch_size=Setting(COUNT, replay=None),
         num_iterations=Setting(COUNT, replay=1),
         reward_weights=Setting(replay=None),
@@ -202,27 +207,26 @@ SETTINGS: dict[str, Setting] = {
         label_names=Setting(unused="GRPO has no labels"),
         train_sampling_strategy=Setting(unused="the sampler keeps the completions of a prompt together"),
         length_column_name=Setting(unused="the sampler keeps the completions of a prompt together"),
-        **_each(_SEED, "seed", "data_seed"),
     ),
     **_group(
         Change.NOTHING,
         *("dataloader_pin_memory", "dataloader_persistent_workers"),
+        _each(NOT_NEGATIVE, "dataloader_num_workers", "reward_workers", "reward_memory_gib"),
         dataloader_prefetch_factor=Setting(COUNT),
         dataloader_multiprocessing_context=Setting(choices=("fork", "spawn", "forkserver")),
-        **_each(NOT_NEGATIVE, "dataloader_num_workers", "reward_workers", "reward_memory_gib"),
     ),
     # The optimizer and its schedule.
     **_group(Change.LENGTH, max_steps=Setting(replay=1), num_train_epochs=Setting(_POSITIVE)),
     **_group(
         Change.ANOTHER_RUN,
         *("optim_target_modules", "optim_args", "lr_scheduler_kwargs", "average_tokens_across_devices"),
+        _each(NOT_NEGATIVE, "warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha"),
+        _each(BELOW_ONE, "adam_beta1", "adam_beta2"),
         optim=Setting(choices=_values(OptimizerNames), replay="sgd"),
         learning_rate=Setting(NOT_NEGATIVE, replay=0.0),
         lr_scheduler_type=Setting(choices=_values(SchedulerType), replay="constant"),
         adam_epsilon=Setting(_POSITIVE),
         sync_ref_model=Setting(replay=False),
-        **_each(NOT_NEGATIVE, "warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha"),
-        **_each(BELOW_ONE, "adam_beta1", "adam_beta2"),
     ),
     **_group(Change.NOTHING, on_nonfinite=Setting(choices=("stop", "skip"))),
     # The model, its engines and the machine.
@@ -231,9 +235,9 @@ SETTINGS: dict[str, Setting] = {
         Change.ANOTHER_RUN,
         *("tf32", "liger_kernel_config", "use_cache", "accelerator_config", "parallelism_config"),
         *("fsdp_config", "deepspeed"),
+        _each(COUNT, "lora_r", "lora_alpha"),
         fsdp=Setting(text="Launch by --accelerate_config fsdp2, or leave it out."),
         lora_dropout=Setting(BELOW_ONE),
-        **_each(COUNT, "lora_r", "lora_alpha"),
     ),
     **_group(
         Change.ROUNDING,
@@ -245,7 +249,7 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.NOTHING,
         *("debug", "do_train", "local_rank", "skip_memory_metrics"),
-        **_each(COUNT, "ddp_timeout", "torch_empty_cache_steps"),
+        _each(COUNT, "ddp_timeout", "torch_empty_cache_steps"),
     ),
     # Logging.
     **_group(
@@ -269,11 +273,11 @@ SETTINGS: dict[str, Setting] = {
         *("dataset_test_split", "do_eval", "do_predict", "eval_do_concat_batches", "eval_on_start", "eval_sets"),
         *("eval_use_gather_object", "bf16_full_eval", "fp16_full_eval", "prediction_loss_only"),
         *("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
+        _each(NOT_NEGATIVE, "eval_steps", "eval_delay"),
+        _each(COUNT, "eval_accumulation_steps", "num_generations_eval", "per_device_eval_batch_size"),
         eval_strategy=Setting(choices=_INTERVALS),
         include_for_metrics=Setting(unused="no compute_metrics is called"),
         batch_eval_metrics=Setting(unused="no compute_metrics is called"),
-        **_each(NOT_NEGATIVE, "eval_steps", "eval_delay"),
-        **_each(COUNT, "eval_accumulation_steps", "num_generations_eval", "per_device_eval_batch_size"),
     ),
     # Checkpoints and the hub.
     **_group(Change.ANOTHER_RUN, "hub_token", "restore_callback_states_from_checkpoint"),
