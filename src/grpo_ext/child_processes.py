@@ -86,7 +86,7 @@ def die_with_parent(parent: int, number: int) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process soon after its parent, of which any thread may have started it."""
+    """End this process soon after its parent; any thread of the parent may have started it."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -104,7 +104,7 @@ def loading(model: str, *, only_code: bool = False) -> Iterator[None]:
     """Name the model in an error of its files; with `only_code`, only in the error about code of its own.
 
     Raises:
-        ConfigError: the model cannot be loaded, or has code to which nobody has consented.
+        ConfigError: the model cannot be loaded, or has code without the user's consent.
     """
     try:
         yield

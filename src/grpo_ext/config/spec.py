@@ -37,7 +37,7 @@ _NAMES = {
     type(None): "null",
 }
 _LONGEST_READING = 100
-"""Longest text of which another reading is tried."""
+"""Characters: a longer text is not read another way."""
 _PLURALS = {str: "names", int: "whole numbers", float: "numbers", dict: "mappings"}
 
 

@@ -39,7 +39,7 @@ class RowError(ValueError):
 
 
 def unusable(place: object, reason: str, cure: str) -> DataError:
-    """Return the error for data of which nothing can be used."""
+    """Return the error for data that cannot be used."""
     return DataError([Problem(str(place), ABSENT, reason, cure)])
 
 

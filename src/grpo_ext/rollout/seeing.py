@@ -38,7 +38,7 @@ def _shown(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def each_alone(stock: Callable[[list], Tokenized], prompts: list) -> tuple[Tokenized, list[RowImages]]:
-    """Tokenize prompts of which some have images, each by itself with `stock`; completions of one prompt share it.
+    """Tokenize prompts, some with images, each by itself with `stock`; completions of one prompt share it.
 
     Returns TRL's result, and the images of each prompt.
 

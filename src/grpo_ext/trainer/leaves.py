@@ -1,7 +1,7 @@
 """The part of a generation that needs no other process: complete this process's rows, and score them.
 
 `Leaves` runs in a background thread. Collectives, metrics and TRL's own code stay on the main thread, whose hooks
-return what was finished here. So nothing here reads what the main thread changes: a request holds all of it.
+return what was finished here. A request holds all that is read here: the main thread may change the rest.
 """
 
 import copy

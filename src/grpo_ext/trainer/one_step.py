@@ -206,7 +206,7 @@ def restored(contents: Sequence[Content], device: torch.device) -> list[MicroBat
 
 
 def check_tokens(model: Any, batches: Sequence[MicroBatch]) -> None:
-    """Refuse batches of another model, or with images of which only a part was recorded.
+    """Refuse batches of another model, or with images that were recorded in part.
 
     Raises:
         ConfigError: they are.

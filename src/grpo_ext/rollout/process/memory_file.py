@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from grpo_ext.rollout.process.messages import Place, Table
 
 ALIGNMENT = 64
-"""Bytes to a multiple of which weights begin."""
+"""Weights begin at multiples of this number of bytes."""
 
 
 class MemoryFile:

@@ -35,7 +35,7 @@ class Decoding:
     """Tokens that end a completion."""
     pad: int
     multiple: int | None
-    """Number of tokens to a multiple of which prompts are padded."""
+    """Prompts are padded to a multiple of this number of tokens."""
     keeps: bool
     """Whether to return the sets that a truncated sampler drew from."""
 

@@ -71,7 +71,7 @@ def effective_weights(
     """Yield the weights with which `model` computes, under the names of the model without adapters.
 
     Args:
-        model: the policy; nothing of it is written.
+        model: the policy, which is only read.
         dtype: of the sampler, to which a sum is rounded. Weights without an adapter keep their own.
         rounding: counts what is lost.
         gather: makes weights whole that DeepSpeed ZeRO-3 has split.

@@ -209,7 +209,7 @@ def loses(third: str, other: str) -> Evidence:
 
 
 def few_carry(history: History) -> str:
-    """Find batches of which few completions carry the update, and many tokens are clipped."""
+    """Find batches in which few completions carry the update, and many tokens are clipped."""
     sizes, clipped = (_known(history.updates[name][-_ROWS:]) for name in (_SIZE, _CLIPPED))
     if len(sizes) < _ROWS or len(clipped) < _ROWS or max(sizes) >= _FEW_CARRY or min(clipped) <= _OFTEN_CLIPPED:
         return ""
