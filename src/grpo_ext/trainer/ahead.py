@@ -17,7 +17,6 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from grpo_ext.config.process_engine import samples_by_server
-from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, Problem, SamplerLost
 from grpo_ext.rollout.collected import Finished
 from grpo_ext.rollout.samplers import Sampler, failing_together
@@ -171,8 +170,7 @@ class RolloutsAhead:
         versions = {first + i: version for i, (version, _) in enumerate(known)}
         windows = math.ceil(trainer.state.max_steps * trainer.args.gradient_accumulation_steps / trainer._uses)
         schedule = Schedule(trainer.args.rollout_ahead, windows, first, versions, list(kept.weights))
-        with temporarily(trainer, _train_sampler=trainer._train_sampler):
-            drawn = upcoming(trainer._get_train_sampler(), count * trainer.accelerator.num_processes)
+        drawn = upcoming(trainer._get_train_sampler(), count * trainer.accelerator.num_processes)
         background = LeavesInBackground(leaves_of(trainer, self.sampler))
         running = Running(schedule, islice(drawn, first, None), background)
         for window, (version, finished) in zip(versions, known, strict=True):
