@@ -1,4 +1,4 @@
-"""`GRPOExtTrainer(trl.GRPOTrainer)`: thin; each override calls super() or one function of a wing below.
+"""`GRPOExtTrainer(trl.GRPOTrainer)`: the flow of a generation and the loss, each once; other overrides are thin.
 
 May know all but commands, train and recipe. Begin with `grpo_trainer`.
 """
