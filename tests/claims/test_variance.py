@@ -52,13 +52,13 @@ def test_a_baseline_has_less_noise_than_none_from_middle_pass_rates_on():
     assert loo > plain
 
 
+def log_beta(a, b):
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
 def mean_square(alpha, beta, a, b):
     """E[A^2] where A = (r - p) / BetaPDF(p; alpha, beta) and p ~ Beta(a, b)."""
-    return math.exp(
-        2 * package._log_beta(alpha, beta)
-        + package._log_beta(a + 3 - 2 * alpha, b + 3 - 2 * beta)
-        - package._log_beta(a, b)
-    )
+    return math.exp(2 * log_beta(alpha, beta) + log_beta(a + 3 - 2 * alpha, b + 3 - 2 * beta) - log_beta(a, b))
 
 
 @pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (2.0, 2.0), (1.0, 4.0)])
