@@ -147,6 +147,7 @@ SIGNALLED = [
     (ALONE, signal.SIGTERM),
     (ALONE, signal.SIGINT),
     (COMMAND, signal.SIGTERM),
+    (TWO, signal.SIGINT),
     (ACCELERATE, signal.SIGTERM),
 ]
 
