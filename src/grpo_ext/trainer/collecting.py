@@ -74,6 +74,11 @@ class Collector:
             )
         self._current: Collected | None = None
 
+    @property
+    def age(self) -> int:
+        """Return by how many windows the weights that sampled the generation are older than the policy's."""
+        return 0 if self.ahead is None else self.ahead.age
+
     def generation(self, rows: list[dict[str, Any]]) -> Collected:
         """Return the next generation of the trainer, in training or evaluation; collective.
 

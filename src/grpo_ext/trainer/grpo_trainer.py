@@ -330,11 +330,7 @@ class GRPOExtTrainer(Lifecycle):
         elsewhere = self.use_vllm or (self.rollout_func is not None and self.acting is None)
         if not elsewhere and not (self._older and mode == "train"):
             batch[DRAWN] = batch.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
-        elif (
-            self._drift is not None
-            and mode == "train"
-            and (self.collector.ahead is None or self.collector.ahead.age == 0)
-        ):
+        elif self._drift is not None and mode == "train" and self.collector.age == 0:
             self._drift.due = True
             if policy is not None:
                 self._check_drift(policy, batch)

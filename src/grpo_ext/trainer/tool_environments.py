@@ -8,8 +8,6 @@ from typing import Any
 from grpo_ext.errors import DataError, Problem
 
 _NO_TOOLS = ("reset", "get_reward")
-_EMPTY = [{"role": "user", "content": ""}]
-"""Prompt of a row without one, which its environment's first observation fills."""
 
 
 def begin(trainer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> list[Any]:
@@ -37,7 +35,7 @@ def begin(trainer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any
     left_out = ("environment",) if trainer._multi_environment else ()
     asked = zip(trainer.environments, rows, prompts, strict=True)
     return [
-        _observed(environment.reset(**{k: v for k, v in row.items() if k not in left_out}), prompt or _EMPTY)
+        _observed(environment.reset(**{k: v for k, v in row.items() if k not in left_out}), prompt)
         for environment, row, prompt in asked
     ]
 
@@ -60,8 +58,9 @@ def _methods(environment: Any) -> list[Any]:
     return [getattr(environment, name) for name in public]
 
 
-def _observed(observation: Any, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompt with an observation behind its last message, as text or parts."""
+def _observed(observation: Any, prompt: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return the prompt, an empty one if the row has none, with an observation behind its last message."""
+    prompt = prompt or [{"role": "user", "content": ""}]
     if observation is None:
         return prompt
     content = prompt[-1]["content"]
