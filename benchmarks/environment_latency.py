@@ -36,9 +36,9 @@ SECONDS = np.minimum(5.0, np.random.default_rng(0).lognormal(np.log(0.2), 1.0, (
 class Timed:
     """A sampler of a given speed."""
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+    def said(self, prompt_ids):
         time.sleep(WAVE + ROW * len(prompt_ids))
-        return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return super().said(prompt_ids)
 
 
 class Stock(Timed, speakers.Stock):

@@ -14,7 +14,7 @@ from transformers import (
 from grpo_ext import ConfigError
 from grpo_ext.commands import replay
 from grpo_ext.packing.kept import KEPT, KeptSets
-from grpo_ext.rollout.kept_log import Drawn
+from grpo_ext.rollout.kept_log import encoded_lists
 from grpo_ext.rollout.transformers_engine import GroupedEngine
 from grpo_ext.rollout.vllm.kept import returned_sets, sampled_first
 from grpo_ext.trainer.recording import whole
@@ -42,8 +42,7 @@ def test_an_engine_records_what_transformers_keeps(options, grouped):
     engine = GroupedEngine(keeps=True)
     engine.refusal = "" if grouped else "a test"
     torch.manual_seed(0)
-    with engine.generating(model) as drawn:
-        ids = model.generate(input_ids=prompts, attention_mask=mask, generation_config=config)
+    ids, drawn = engine.generate(model, input_ids=prompts, attention_mask=mask, generation_config=config)
     rows = [[*row[:end], 1] if (end := row.index(1) if 1 in row else -1) >= 0 else row for row in ids[:, 3:].tolist()]
     sets = KeptSets.of(drawn.kept(rows), new, ids.device).left_out(slice(None), len(tiny.WORDS)).view(4, new, -1)
     lengths = torch.cat([mask, torch.ones_like(ids[:, 3:])], dim=1)
@@ -66,7 +65,7 @@ def test_the_tokens_that_vllm_kept_have_a_log_probability():
     logprobs, tokens = [[-0.1, -2.0, -inf], [-0.7, -0.7, -9999.0]], [[4, 2, 0], [3, 4, 1]]
     sets = returned_sets(logprobs, tokens, 3)
     assert sets == [[4, 2], [3, 4]]
-    assert Drawn(returned=[sets]).kept([[2, 3]])[0].tolist() == [2, 2, 2, 4, 2, 3, 4]
+    assert encoded_lists(sets).tolist() == [2, 2, 2, 4, 2, 3, 4]
     assert sampled_first([2, 3], logprobs, tokens) == [[-2.0], [-0.7]]
     with pytest.raises(RuntimeError, match=r"vLLM kept 3 tokens or more.*Lower top_k"):
         returned_sets([[-1.0, -1.0, -1.0]], [[0, 1, 2]], 3)

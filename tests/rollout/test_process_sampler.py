@@ -51,8 +51,8 @@ def in_process(trainer, model=None, seed=0):
     numbers = torch.from_numpy(drawn(streams(seed), limits, len(limits), TOKENS))
     ids, mask = padded(CONTEXTS, 0, None)
     model.train()
-    with temporarily(engine, uniforms=numbers), engine.generating(model) as made:
-        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=trainer.generation_config)
+    given = {"input_ids": ids, "attention_mask": mask, "generation_config": trainer.generation_config}
+    output, made = engine.generate(model, numbers, **given)
     rows = [row[: row.index(1) + 1] if 1 in row else row for row in output[:, ids.shape[1] :].tolist()]
     logps = [its[: len(row)] for its, row in zip(made.logps[-1].tolist(), rows, strict=True)]
     return rows, logps, made.kept(rows)

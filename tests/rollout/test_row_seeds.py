@@ -20,6 +20,10 @@ class Params(SimpleNamespace):
         return Params(**vars(self))
 
 
+def logprob(token):
+    return {token: SimpleNamespace(logprob=-1.0, rank=1)}
+
+
 class Engine:
     """Answers with the seed that it got for each prompt."""
 
@@ -29,7 +33,7 @@ class Engine:
         return [
             SimpleNamespace(
                 prompt_token_ids=prompt["prompt_token_ids"],
-                outputs=[SimpleNamespace(token_ids=[params.seed], logprobs=None)],
+                outputs=[SimpleNamespace(token_ids=[params.seed], logprobs=[logprob(params.seed)])],
             )
             for prompt, params in zip(prompts, each, strict=True)
         ]
@@ -41,7 +45,7 @@ def made(mode="colocate", **further):
     settings |= {"max_completion_length": 4, "structured_outputs_regex": None, "enable_sleep_mode": False}
     settings |= {"generation_kwargs": {}, "tensor_parallel_size": 1, "model": torch.nn.Linear(1, 1), "llm": Engine()}
     state = PartialState()
-    settings |= {"accelerator": state, "mode": mode, "_seeds": None}
+    settings |= {"accelerator": state, "mode": mode, "_seeds": None, "keeps": False}
     vars(found).update(settings | further)
     return found
 
@@ -74,39 +78,53 @@ def engine_of_two_ranks(monkeypatch):
             thread.start()
         for thread in threads:
             thread.join()
-        return [rank.llm.seeds for rank in ranks], [answer[1] for answer in answers]
+        return [rank.llm.seeds for rank in ranks], answers
 
     return on_ranks
 
 
+class Stream:
+    """A stream of random numbers whose first seed is known."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def integers(self, below):
+        return self.seed
+
+
+def sampled(generation, contexts, seeds):
+    return [row.ids for row in generation.sample(contexts, [4] * len(contexts), [Stream(seed) for seed in seeds])]
+
+
 def test_all_ranks_of_an_engine_give_a_row_the_same_seed(engine_of_two_ranks):
     def generate(rank, number):
-        with rank.seeded([10 * number + i for i in range(3)]):
-            return rank.generate([[number, i] for i in range(3)], None, 1)
+        return sampled(rank, [[number, i] for i in range(3)], [10 * number + i for i in range(3)])
 
     seeds, completions = engine_of_two_ranks(generate)
     assert seeds == [[0, 1, 2, 10, 11, 12]] * 2
     assert completions == [[[0], [1], [2]], [[10], [11], [12]]]  # what each would get from an engine of its own
 
 
-def test_ranks_that_fill_up_their_rows_agree_too(engine_of_two_ranks):
-    """Of a wave in which the second rank has one attempt left, and asks for a row that is dropped."""
+@pytest.mark.parametrize("left", [[7], []], ids=["one", "none"])
+def test_ranks_that_have_fewer_rows_than_others_fill_up(engine_of_two_ranks, left):
+    """Of a wave in which the second rank has one attempt left, or none."""
 
     def generate(rank, number):
-        with rank.seeded([[5, 6], [7]][number]):
-            return rank.generate([[1], [2]], None, 1)
+        seeds = [[5, 6], left][number]
+        return sampled(rank, [[1]] * len(seeds), seeds)
 
-    seeds, _ = engine_of_two_ranks(generate)
+    seeds, completions = engine_of_two_ranks(generate)
     assert seeds[0] == seeds[1]
-    assert seeds[0][:3] == [5, 6, 7]
+    assert seeds[0] == [5, 6, *left, *[0] * (2 - len(left))]
+    assert completions == [[[5], [6]], [[seed] for seed in left]]
 
 
-def test_seeds_of_a_turn_replace_those_of_the_evaluation_around_it(monkeypatch):
+def test_streams_of_rows_go_before_the_seeds_of_the_evaluation_around_them(monkeypatch):
     monkeypatch.setattr(vllm_generation, "SamplingParams", Params, raising=False)
     found = made()
     with temporarily(found, temperature=0.5), found.seeded([1, 2]):
-        with found.seeded([8]):
-            assert found.generate([[3]], None, 1)[1] == [[8]]
+        assert sampled(found, [[3]], [8]) == [[8]]
         assert found.generate([[3], [4]], None, 1)[1] == [[1], [2]]
     assert (found.temperature, found._seeds) == (1.0, None)
 
@@ -115,13 +133,14 @@ class Server:
     """Answers each request with its prompt and seed; loses the first `lost` of them."""
 
     def __init__(self, lost=0):
-        self.lost, self.failure = lost, None
+        self.lost, self.failure, self.limits = lost, None, []
 
     def complete(self, prompts, max_tokens, generation_kwargs, **settings):
         if self.lost:
             self.lost -= 1
             raise ServerTrouble("gone")
         [prompt], seed = prompts, generation_kwargs["seed"]
+        self.limits.append(max_tokens)
         return {"completion_ids": [[*prompt, seed]], "logprobs": [[[-1.0]] * (len(prompt) + 1)]}
 
 
@@ -131,8 +150,7 @@ def test_rows_of_a_server_have_a_request_and_a_seed_each(lost, monkeypatch):
     waited = []
     monkeypatch.setattr(found, "wait_for_server", waited.append)
     monkeypatch.setattr(found, "sync_weights", lambda: None)
-    with found.seeded([7, 8]):
-        prompts, ids, logprobs, _ = found.generate([[3], [4]], None, 2)
-    assert (prompts, ids) == ([[3], [4]], [[3, 7], [4, 8]])
-    assert logprobs == [[[-1.0]] * 2] * 2
+    made_of = found.sample([[3], [4]], [4, 2], [Stream(7), Stream(8)])
+    assert [(row.ids, row.logps) for row in made_of] == [([3, 7], [-1.0] * 2), ([4, 8], [-1.0] * 2)]
+    assert found.vllm_client.limits == [4, 2]
     assert len(waited) == lost

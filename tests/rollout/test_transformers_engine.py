@@ -13,7 +13,6 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -84,12 +83,14 @@ def settings(**overrides):
     return GenerationConfig(**(base | overrides))
 
 
+def grouped(model, **inputs):
+    return GroupedEngine(required=True).generate(model, **inputs)[0]
+
+
 def both(model, inputs, config):
     """Completions by `generate` and by the engine."""
     stock = model.generate(**inputs, generation_config=config)
-    with GroupedEngine(required=True).generating(model):
-        ours = model.generate(**inputs, generation_config=config)
-    return stock, ours
+    return stock, grouped(model, **inputs, generation_config=config)
 
 
 # The same completions.
@@ -170,8 +171,7 @@ def test_sampled_completions_have_the_exact_probabilities(sampling):
     count = 8000
     inputs = {name: value.repeat(count, 1) for name, value in one.items()}
     torch.manual_seed(0)
-    with GroupedEngine(required=True).generating(model):
-        drawn = model.generate(**inputs, generation_config=config)[:, 5:].tolist()
+    drawn = grouped(model, **inputs, generation_config=config)[:, 5:].tolist()
     seen = dict.fromkeys(expected, 0)
     for row in drawn:
         ended = row.index(1) + 1 if 1 in row else len(row)
@@ -197,9 +197,9 @@ def test_a_prompt_runs_once_and_finished_rows_leave():
     hook = model.register_forward_pre_hook(
         lambda _, args, k: shapes.append(tuple(k["input_ids"].shape)), with_kwargs=True
     )
-    with hook, GroupedEngine(required=True).generating(model):
+    with hook:
         config = settings(do_sample=True, eos_token_id=[1, *range(5, 12)], suppress_tokens=[0])
-        lengths = (model.generate(**inputs, generation_config=config)[:, 9:] != 0).sum(dim=1)
+        lengths = (grouped(model, **inputs, generation_config=config)[:, 9:] != 0).sum(dim=1)
     assert shapes[0] == (2, 9)
     rows = [rows for rows, _ in shapes[1:]]
     assert {width for _, width in shapes[1:]} == {1}
@@ -223,11 +223,11 @@ def test_no_mask_is_built_where_nothing_is_padded():
     model, masks = tiny.model().eval(), []
     first = model.generate(**prompts([4, 30]), generation_config=settings(max_new_tokens=1))[1, -1].item()
     hook = model.register_forward_pre_hook(lambda _, args, k: masks.append(k["attention_mask"]), with_kwargs=True)
-    with hook, GroupedEngine(required=True).generating(model):
-        model.generate(**prompts([6, 6]), generation_config=settings(max_new_tokens=3))
+    with hook:
+        grouped(model, **prompts([6, 6]), generation_config=settings(max_new_tokens=3))
         assert [mask is None for mask in masks[1:]] == [True, True]  # the first is transformers', which 5.20 drops
         masks.clear()
-        model.generate(**prompts([4, 30, 4, 6]), generation_config=settings(max_new_tokens=3, eos_token_id=[first]))
+        grouped(model, **prompts([4, 30, 4, 6]), generation_config=settings(max_new_tokens=3, eos_token_id=[first]))
     assert [mask is None for mask in masks] == [False, False, False]
     assert masks[-1].shape == (3, 6 + 2)
 
@@ -236,8 +236,7 @@ def test_no_mask_is_built_where_nothing_is_padded():
 def test_text_of_models_with_images_and_layers_without_a_cache_are_grouped(make):
     model = make().eval()
     ids = {name: value % 9 + 3 for name, value in prompts([4, 4]).items() if name == "input_ids"}
-    with GroupedEngine(required=True).generating(model):
-        found = model.generate(**ids, attention_mask=torch.ones_like(ids["input_ids"]), generation_config=settings())
+    found = grouped(model, **ids, attention_mask=torch.ones_like(ids["input_ids"]), generation_config=settings())
     assert found.shape[0] == 2
 
 
@@ -286,12 +285,12 @@ def test_generate_takes_over_where_the_engine_is_not_exact(make, overrides, reas
     engine = GroupedEngine()
     for _ in range(2):
         torch.manual_seed(1)
-        with caplog.at_level("WARNING"), engine.generating(model):
-            assert torch.equal(model.generate(**inputs, generation_config=config), stock)
+        with caplog.at_level("WARNING"):
+            assert torch.equal(engine.generate(model, **inputs, generation_config=config)[0], stock)
     assert caplog.text.count("rollouts by transformers' own generate") == 1
     assert reason in engine.refusal
-    with pytest.raises(Unsupported, match=reason), GroupedEngine(required=True).generating(model):
-        model.generate(**inputs, generation_config=config)
+    with pytest.raises(Unsupported, match=reason):
+        grouped(model, **inputs, generation_config=config)
 
 
 def test_generate_takes_over_if_the_forward_draws_random_numbers():
@@ -301,20 +300,8 @@ def test_generate_takes_over_if_the_forward_draws_random_numbers():
     assert next(obstacles(model, Forward.ROLLOUT), None) is None
     stock, ours = both(model.eval(), prompts([5, 5, 8]), settings(max_new_tokens=6))
     assert torch.equal(stock, ours)
-    with (
-        pytest.raises(Unsupported, match="draws random numbers"),
-        GroupedEngine(required=True).generating(model.train()),
-    ):
-        model.generate(**prompts([5, 5]), generation_config=settings(max_new_tokens=2))
-
-
-def test_the_model_is_left_as_it_was():
-    model = tiny.model().eval()
-    before = set(vars(model))
-    with pytest.raises(ZeroDivisionError), GroupedEngine().generating(model):
-        raise ZeroDivisionError
-    assert set(vars(model)) == before
-    assert model.generate.__func__ is LlamaForCausalLM.generate
+    with pytest.raises(Unsupported, match="draws random numbers"):
+        grouped(model.train(), **prompts([5, 5]), generation_config=settings(max_new_tokens=2))
 
 
 # In the trainer.
@@ -360,7 +347,7 @@ def test_sharded_weights_are_left_to_generate(sharding, monkeypatch):
     ],
 )
 def test_a_run_that_shards_or_compiles_is_left_to_generate(fsdp, setting, reason):
-    args = {"use_vllm": False, "use_transformers_continuous_batching": False, "rollout_engine_resolved": "grouped"}
+    args = {"rollout_engine_resolved": "grouped"}
     args |= {"torch_compile": False, "parallelism_config": None, "loss_defaults": "trl"}
     with pytest.raises(Unsupported, match=reason):
         grouped_engine(SimpleNamespace(**args | setting), sharded=fsdp)
@@ -391,9 +378,9 @@ def test_a_rows_tokens_do_not_depend_on_the_other_rows():
     uniforms = torch.rand(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
     def sampled(rows):
-        engine.uniforms = uniforms[rows]
-        with engine.generating(model), torch.no_grad():
-            ids = model.generate(**{name: part[rows] for name, part in inputs.items()}, generation_config=config)
+        given = {name: part[rows] for name, part in inputs.items()}
+        with torch.no_grad():
+            ids, _ = engine.generate(model, uniforms[rows], **given, generation_config=config)
         return [row[7:].tolist() for row in ids]
 
     together = sampled([0, 1, 2, 3, 4])

@@ -6,6 +6,7 @@ from trl.chat_template_utils import qwen3_chat_template
 
 from grpo_ext import GRPOExtTrainer
 from grpo_ext.quickstart.model import build_tokenizer
+from grpo_ext.rollout.samplers import Sampled
 from support import tiny
 
 ASKED = [{"role": "user", "content": "count"}]
@@ -42,12 +43,28 @@ class _Scripted:
     script: list
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        return self.said(prompt_ids), None
+
+    def said(self, prompt_ids):
         made, start = self._tokenizer, self._tokenizer.convert_tokens_to_ids("<|im_start|>")
         said = []
         for place, ids in enumerate(prompt_ids):
             turn = sum(token == start for token in ids) // 2 - 1  # user, assistant, tool, assistant, ...
             said.append(made(self.script[turn](place), add_special_tokens=False)["input_ids"])
-        return said, None
+        return said
+
+
+class Speaking:
+    """The sampler of a trainer of ours that plays environments."""
+
+    together, takes_streams = False, False
+
+    def __init__(self, trainer):
+        self.trainer, self.limit = trainer, trainer.max_completion_length
+
+    def sample(self, contexts, limits, streams=None, **options):
+        rows = zip(self.trainer.said(contexts), limits, strict=True)
+        return [Sampled(ids[:limit], None, None) for ids, limit in rows]
 
 
 class Stock(_Scripted, GRPOTrainer):
@@ -55,4 +72,6 @@ class Stock(_Scripted, GRPOTrainer):
 
 
 class Ours(_Scripted, GRPOExtTrainer):
-    pass
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.collector.own = Speaking(self)

@@ -53,6 +53,9 @@ class TurnEngine(Protocol):
     def anyone(self, here: bool) -> bool:
         """Return whether any process that generates together with this one still has an attempt."""
 
+    def close(self) -> None:
+        """End the engine after a generation."""
+
 
 class MessageParser(Protocol):
     """Parses a sampled message."""

@@ -1,7 +1,6 @@
 """A record of a sampler's draws: log-probabilities of the tokens, and the sets they were drawn from."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,24 +56,13 @@ class Drawn:
     """Log-probabilities [batch, time], if the engine knows them."""
     log: KeptLog | None = None
     """The processor of transformers, if the sets are wanted."""
-    returned: list[list[list[int]]] = field(default_factory=list)
-    """The tokens that vLLM kept at each token of each completion."""
 
     def kept(self, completions: Sequence[Sequence[int]]) -> list[Int[Tensor, " numbers"]]:
         """Return the set of each token of the completions, or an empty list if they are not wanted."""
-        if self.log is not None:
-            return self.log.sets(completions)
-        return [encoded_lists(sets) for sets in self.returned]
+        return [] if self.log is None else self.log.sets(completions)
 
 
 def encoded_lists(sets: Sequence[Sequence[int]]) -> Int[Tensor, " numbers"]:
     """Return the sets of a completion as one tensor, from the kept tokens at each of its tokens."""
     counts, ids = [len(kept) for kept in sets], [i for kept in sets for i in kept]
     return encoded(torch.tensor(counts, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))
-
-
-@contextmanager
-def returning(keeping: AbstractContextManager[list[list[list[int]]]]) -> Iterator[Drawn]:
-    """Yield what then gets the tokens that vLLM kept, which `keeping` yields for each completion."""
-    with keeping as returned:
-        yield Drawn(returned=returned)

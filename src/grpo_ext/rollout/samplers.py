@@ -1,8 +1,8 @@
-"""Protocol of samplers beside the policy: they sample by numbered copies of its weights, while it trains."""
+"""Protocols of samplers: the policy itself, or what samples beside it by numbered copies of its weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from accelerate import PartialState
@@ -17,10 +17,45 @@ class Sampled(NamedTuple):
 
     ids: list[int]
     """Tokens, with the one that ended the completion, if any."""
-    logps: list[float]
-    """Log-probability of each token under the distribution that it was drawn from."""
+    logps: list[float | None] | None
+    """Log-probability of each token under the distribution that it was drawn from; None where it is not known."""
     kept: Tensor | None
     """Sets that a truncated sampler drew the tokens from, as in `packing.kept`; None where the loss needs none."""
+
+
+class PolicySampler(Protocol):
+    """Samples by the policy's present weights, on the main thread: transformers, or vLLM once it has them."""
+
+    @property
+    def together(self) -> bool:
+        """Whether processes generate together, each call with those of the others."""
+
+    @property
+    def takes_streams(self) -> bool:
+        """Whether a row depends on its own stream of random numbers only."""
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of a completion, by the settings of the moment."""
+
+    def sample(
+        self,
+        contexts: list[list[int]],
+        limits: Sequence[int],
+        streams: Sequence[np.random.Generator] | None = None,
+        *,
+        fields: Mapping[str, Any] = ...,
+        group: int = 1,
+    ) -> list[Sampled]:
+        """Sample a completion after each context; collective if `together`.
+
+        Args:
+            contexts: token ids; processes that generate together may have different numbers of them.
+            limits: most tokens of each completion.
+            streams: sources of each row's random numbers; None: the random state of torch, or of the engine.
+            fields: further inputs of a model that takes images, by row.
+            group: number of consecutive rows that have one context.
+        """
 
 
 class Sampler(Protocol):

@@ -1,13 +1,22 @@
 """Rollouts by transformers: `model.generate` with the decoding of `rollout.decoding`, where that is exact."""
 
+import copy
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
+import numpy as np
+import torch
+from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, Trainer
+from trl.extras.profiling import profiling_context
+from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import pad
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
@@ -16,29 +25,29 @@ from grpo_ext.packing.obstacles import Forward, forward_obstacle, obstacles
 from grpo_ext.rollout.decoding import decode
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import Unsupported
+from grpo_ext.rollout.samplers import Sampled
+from grpo_ext.rollout.seeds import drawn as numbers_drawn
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 
 logger = logging.getLogger(__name__)
 
 
 class GroupedEngine:
-    """Decodes for one trainer: `with engine.generating(model): ... model.generate(...)`.
+    """Decodes for one trainer: `engine.generate(model, input_ids=..., ...)` in place of `model.generate(...)`.
 
     Args:
-        required: raise where the engine cannot be used, instead of falling back to `generate`.
-        keeps: record, in training, the tokens that a truncated sampler kept, also where `generate` decodes.
+        required: raise where the decoding is not exact, instead of falling back to `model.generate`.
+        keeps: record, in training, the tokens that a truncated sampler kept, also where `model.generate` decodes.
 
     Attributes:
-        refusal: why the engine falls back to `generate`; empty while it does not.
-        uniforms: numbers in [0, 1), [rows, tokens], by which the next call samples; None: torch's random state.
+        refusal: why the engine falls back to `model.generate`; empty while it does not.
     """
 
-    def __init__(self, *, required: bool = False, keeps: bool = False) -> None:
-        self.required, self.keeps = required, keeps
-        self.refusal = ""
-        self.uniforms: Tensor | None = None
+    def __init__(self, *, required: bool = False, keeps: bool = False, refusal: str = "") -> None:
+        self.required, self.keeps, self.refusal = required, keeps, refusal
 
     def refuse(self, reason: str) -> None:
-        """Fall back to `generate` from now on.
+        """Fall back to `model.generate` from now on.
 
         Raises:
             Unsupported: the engine is required.
@@ -48,30 +57,178 @@ class GroupedEngine:
         self.refusal = reason
         logger.warning(f"rollouts by transformers' own generate: {reason}.")
 
-    @contextmanager
-    def generating(self, model: Any) -> Iterator[Drawn]:
-        """Let `model.generate` decode by `decode` where that is exact.
+    def generate(self, model: Any, uniforms: Tensor | None = None, **inputs: Any) -> tuple[Tensor, Drawn]:
+        """Return what `model.generate` returns for its `inputs`, and the record of the draws.
 
-        Yields what each such call then fills with the log-probabilities and kept sets of its samples.
+        Args:
+            model: the policy.
+            uniforms: numbers in [0, 1), [rows, tokens], by which `decode` samples; None: torch's random state.
+            inputs: of `model.generate`.
 
         Raises:
-            Unsupported: it is not exact, and the engine is required.
+            Unsupported: decoding would not be exact, and the engine is required.
         """
-        stock, drawn = model.generate, Drawn()
+        log = KeptLog(len(inputs["input_ids"])) if self.keeps and model.training else None
+        found = Drawn(log=log)
+        try:
+            if not self.refusal:
+                for reason in obstacles(model, Forward.ROLLOUT):
+                    raise Unsupported(reason)
+                return model.generate(**inputs, custom_generate=partial(decode, drawn=found, uniforms=uniforms)), found
+        except Unsupported as error:
+            self.refuse(str(error))
+        recorded = {} if log is None else {"custom_generate": _recorded(log)}
+        return model.generate(**inputs, **recorded), found
 
-        def generate(**kwargs: Any) -> Tensor:
-            drawn.log = KeptLog(len(kwargs["input_ids"])) if self.keeps and model.training else None
-            try:
-                if not self.refusal:
-                    for reason in obstacles(model, Forward.ROLLOUT):
-                        raise Unsupported(reason)
-                    return stock(**kwargs, custom_generate=partial(decode, drawn=drawn, uniforms=self.uniforms))
-            except Unsupported as error:
-                self.refuse(str(error))
-            return stock(**kwargs) if drawn.log is None else stock(**kwargs, custom_generate=_recorded(drawn.log))
 
-        with temporarily(model, generate=generate):
-            yield drawn
+class TransformersSampler:
+    """The policy of a trainer as its own sampler, by transformers, in the training process.
+
+    Args:
+        trainer: with its model, and settings of sampling, which an evaluation may change.
+        engine: decodes.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, engine: GroupedEngine) -> None:
+        self.trainer, self.engine = trainer, engine
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        self.together = bool(sharded and trainer.accelerator.num_processes > 1)
+
+    @property
+    def takes_streams(self) -> bool:
+        """Whether a row depends on its own stream of random numbers only."""
+        return not self.engine.refusal
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of a completion."""
+        return int(self.trainer.generation_config.max_new_tokens or 1)
+
+    def sample(
+        self,
+        contexts: list[list[int]],
+        limits: Sequence[int],
+        streams: Sequence[np.random.Generator] | None = None,
+        *,
+        fields: Mapping[str, Any] = MappingProxyType({}),
+        group: int = 1,
+    ) -> list[Sampled]:
+        """Sample a completion after each context, as `PolicySampler` does."""
+        longest, rows = max(limits, default=1), len(contexts)
+        beyond = [len(ids) + longest > self._positions for ids in contexts]
+        if any(beyond) and not all(beyond) and not self.together and not fields:
+            return self._in_two(contexts, limits, streams, beyond)  # the others must not run out of positions
+        if self.together:  # the same number of rows and tokens on every process
+            sizes = gather_object([(rows, longest)])
+            rows, longest = max(size[0] for size in sizes), max(size[1] for size in sizes)
+        if not rows:
+            return []
+        uniforms = None if streams is None else torch.from_numpy(numbers_drawn(streams, limits, rows, longest))
+        filled = contexts + [[self.trainer.eos_token_ids[0]]] * (rows - len(contexts))
+        made = self._generated(filled, longest, uniforms, fields)
+        return [
+            Sampled(one.ids[:limit], None if one.logps is None else one.logps[:limit], one.kept)
+            for one, limit in zip(made, limits, strict=False)
+        ]
+
+    @property
+    def _positions(self) -> float:
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+    def _in_two(
+        self,
+        contexts: list[list[int]],
+        limits: Sequence[int],
+        streams: Sequence[np.random.Generator] | None,
+        beyond: list[bool],
+    ) -> list[Sampled]:
+        found: dict[int, Sampled] = {}
+        for part in (False, True):
+            places = [i for i, late in enumerate(beyond) if late is part]
+            chosen = None if streams is None else [streams[i] for i in places]
+            made = self.sample([contexts[i] for i in places], [limits[i] for i in places], chosen)
+            found |= dict(zip(places, made, strict=True))
+        return [found[i] for i in range(len(contexts))]
+
+    def _generated(
+        self, contexts: list[list[int]], longest: int, uniforms: Tensor | None, fields: Mapping[str, Any]
+    ) -> list[Sampled]:
+        trainer = self.trainer
+        config = copy.deepcopy(trainer.generation_config)
+        config.max_new_tokens = longest
+        inputs = Trainer._prepare_inputs(trainer, self._tensors(contexts, fields))
+        width = inputs["input_ids"].shape[1]
+        with profiling_context(trainer, "transformers.generate"), self._unwrapped() as model:
+            output, drawn = self.engine.generate(model, uniforms, **inputs, generation_config=config)
+        ends = frozenset(trainer.eos_token_ids)
+        ids = [_ended(row, ends) for row in output[:, width:].tolist()]
+        logps = (
+            [row[: len(its)] for row, its in zip(drawn.logps[-1].tolist(), ids, strict=True)] if drawn.logps else None
+        )
+        kept = drawn.kept(ids)
+        return [Sampled(its, logps and logps[i], kept[i] if kept else None) for i, its in enumerate(ids)]
+
+    def _tensors(self, contexts: list[list[int]], fields: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the inputs of `generate`, padded on the left."""
+        multiple: Any = self.trainer.pad_to_multiple_of
+        rows = [torch.tensor(ids) for ids in contexts]
+        left = partial(pad, padding_side="left", pad_to_multiple_of=multiple)
+        found = {
+            "input_ids": left(rows, padding_value=self.trainer._tokenizer.pad_token_id),
+            "attention_mask": left([torch.ones_like(row) for row in rows], padding_value=0),
+        }
+        for name, value in fields.items():
+            if isinstance(value, list) and value and isinstance(value[0], list):  # of each token
+                found[name] = left([torch.tensor(row) for row in value], padding_value=0)
+            else:
+                found[name] = value if isinstance(value, Tensor) else torch.tensor(np.array(value))
+        return found
+
+    @contextmanager
+    def _unwrapped(self) -> Iterator[Any]:
+        """Return the model to generate with; sharded weights are gathered, where the settings say so."""
+        trainer = self.trainer
+        args = cast(GRPOExtConfig, trainer.args)
+        with (
+            unwrap_model_for_generation(
+                trainer.model_wrapped,
+                trainer.accelerator,
+                gather_deepspeed3_params=args.ds3_gather_for_generation,
+                gradient_checkpointing_kwargs=cast(Any, args.gradient_checkpointing_kwargs),
+            ) as model,
+            torch.no_grad(),
+            trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+            only_settings(model, args),
+        ):
+            yield model
+
+
+class ContinuousBatchingSampler(TransformersSampler):
+    """The same by transformers' continuous batching, as TRL calls it."""
+
+    takes_streams = False
+
+    def _generated(
+        self, contexts: list[list[int]], longest: int, uniforms: Tensor | None, fields: Mapping[str, Any]
+    ) -> list[Sampled]:
+        config = copy.deepcopy(self.trainer.generation_config)
+        config.max_new_tokens = longest
+        with temporarily(self.trainer, generation_config=config):
+            found, _ = GRPOTrainer._generate_single_turn(self.trainer, contexts, None, {}, 1)
+        return [Sampled(ids, None, None) for ids in found]
+
+
+def transformers_sampler(trainer: GRPOTrainer, args: GRPOExtConfig) -> TransformersSampler:
+    """Return the sampler of a trainer that samples by transformers."""
+    if args.use_transformers_continuous_batching:
+        return ContinuousBatchingSampler(trainer, GroupedEngine(refusal="continuous batching decodes"))
+    return TransformersSampler(trainer, grouped_engine(args, sharded=trainer.is_fsdp_enabled))
+
+
+def _ended(ids: list[int], ends: frozenset[int]) -> list[int]:
+    """Return a completion up to the token that ends it."""
+    return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids)) + 1]
 
 
 def only_settings(model: Any, args: GRPOExtConfig) -> AbstractContextManager[None]:
@@ -82,21 +239,18 @@ def only_settings(model: Any, args: GRPOExtConfig) -> AbstractContextManager[Non
     return temporarily(own, **{name: None for name in OF_THE_MODEL if getattr(own, name, None) is not None})
 
 
-def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine | None:
-    """Return the engine that `rollout_engine` selects, or None where TRL generates by itself.
+def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine:
+    """Return the engine that `rollout_engine` selects.
 
     Args:
         args: the trainer's settings.
         sharded: whether FSDP spreads the weights over processes.
     """
     keeps, asked = scores_kept_sets(args), args.rollout_engine_resolved
-    plain = asked == "generate" and not keeps
-    if args.use_vllm or args.use_transformers_continuous_batching or plain:
-        return None
-    engine = GroupedEngine(required=asked == "grouped", keeps=keeps)
     if asked == "generate":
-        engine.refusal = "rollout_engine is 'generate'"
-    elif sharded:
+        return GroupedEngine(keeps=keeps, refusal="rollout_engine is 'generate'")
+    engine = GroupedEngine(required=asked == "grouped", keeps=keeps)
+    if sharded:
         engine.refuse("the weights are sharded over processes")
     elif reason := forward_obstacle(args):
         engine.refuse(reason)

@@ -1,12 +1,11 @@
 """Completions that are conversations with environments: played by a trainer's engine, scored, and logged."""
 
-import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,43 +15,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.rows import without_gaps
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import AttemptFigures, AttemptLimits, Attempts, Task
+from grpo_ext.environments.loop import AttemptFigures, AttemptLimits, Attempts, Task, TurnEngine
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.transformers_engine import GroupedEngine
-from grpo_ext.rollout.turn_engines import SamplerEngine, Sampling, WaveEngine
-from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 
 logger = logging.getLogger(__name__)
 
 Played = Sequence[tuple[Trajectory, AttemptFigures]]
 """Attempts with what each took."""
-
-
-def sampling_of(trainer: GRPOTrainer, args: GRPOExtConfig, grouped: GroupedEngine | None) -> Sampling:
-    """Describe how a trainer samples now; `grouped` is its engine of transformers, if it uses one."""
-    return Sampling(
-        args=args,
-        version=int(trainer.state.global_step),
-        training=cast(PreTrainedModel, trainer.model).training,
-        processes=trainer.accelerator.num_processes,
-        sharded=trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
-        positions=positions_of(trainer.accelerator.unwrap_model(trainer.model), args),
-        filler=trainer.eos_token_ids[0],
-        complete=lambda contexts: trainer._generate_single_turn(contexts, None, {}, 1),
-        at_most=lambda tokens: _at_most(trainer, tokens),
-        vllm=cast(Any, trainer.vllm_generation) if trainer.use_vllm else None,
-        grouped=grouped,
-    )
 
 
 def positions_of(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
@@ -66,20 +44,6 @@ def limits_of(args: GRPOExtConfig, positions: int | None, ends: frozenset[int]) 
     """Return the limits of an attempt; `ends` are the tokens that end a turn."""
     length, counts_all = args.max_completion_length or 0, args.completion_length_counts == "all"
     return AttemptLimits(completion=length, counts_all=counts_all, context=positions, ends=ends)
-
-
-@contextmanager
-def _at_most(trainer: GRPOTrainer, tokens: int) -> Iterator[None]:
-    """Limit the length of completions."""
-    if trainer.use_vllm:
-        with temporarily(trainer.vllm_generation, max_completion_length=tokens):
-            yield
-        return
-    config = copy.deepcopy(trainer.generation_config)
-    config.max_new_tokens = tokens
-    kwargs = {**trainer.generation_kwargs, "max_new_tokens": tokens}
-    with temporarily(trainer, generation_config=config, generation_kwargs=kwargs):
-        yield
 
 
 # Rewards of environments.
@@ -131,7 +95,7 @@ class Acting:
         self,
         rows: Sequence[Mapping[str, Any]],
         attempts: Sequence[AttemptId],
-        engine: WaveEngine | SamplerEngine,
+        engine: TurnEngine,
         limits: AttemptLimits,
         renderer: Renderer,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,

@@ -1,7 +1,7 @@
 """`Collector`: from the dataset's rows to one generation, sampled or played, now or ahead of training, and scored.
 
 TRL's hooks for a prompt's tokens, a turn, and rewards stay the trainer's, so that a subclass may replace them. They
-pass what they get to the methods here that take TRL's own as `stock`.
+pass what they get to the methods here, some with TRL's own as `stock`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.data.pictures import with_images
+from grpo_ext.environments.loop import TurnEngine
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN
@@ -22,17 +23,16 @@ from grpo_ext.rewards.containment import Scored
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-from grpo_ext.rollout.kept_log import Drawn, returning
 from grpo_ext.rollout.process.policy import process_sampler
-from grpo_ext.rollout.samplers import Sampler, failing_together
+from grpo_ext.rollout.samplers import PolicySampler, Sampled, Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.seeing import Tokenized, each_alone, images_in
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
-from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine, only_settings
-from grpo_ext.rollout.turn_engines import SamplerEngine, WaveEngine, engine_of
+from grpo_ext.rollout.transformers_engine import transformers_sampler
+from grpo_ext.rollout.turn_engines import ServerEngine, WaveEngine
 from grpo_ext.rollout.vllm.lazy_import import server_sampler
 from grpo_ext.trainer import tool_environments
-from grpo_ext.trainer.acting import Acting, Played, limits_of, sampling_of
+from grpo_ext.trainer.acting import Acting, Played, limits_of, positions_of
 from grpo_ext.trainer.ahead import RolloutsAhead
 from grpo_ext.trainer.in_flight import InFlight
 from grpo_ext.trainer.reference import moved
@@ -49,7 +49,7 @@ class Collector:
         acting: its environments, if it has any.
 
     Attributes:
-        engine: of transformers, where it decodes groups.
+        own: the policy as its own sampler, or vLLM with its present weights.
         beside: the sampler that runs beside training: a process, or a vLLM server.
         ahead: samples by older weights, if `rollout_ahead` asks for it.
         dynamic: replaces groups without a signal, if `dynamic_sampling` asks for it.
@@ -57,7 +57,7 @@ class Collector:
 
     def __init__(self, trainer: Any, rewards: RewardCollector, acting: Acting | None) -> None:
         args, self.trainer, self.rewards, self.acting = trainer.args, trainer, rewards, acting
-        self.engine: GroupedEngine | None = grouped_engine(args, sharded=trainer.is_fsdp_enabled)
+        self.own: PolicySampler = trainer.vllm_generation if args.use_vllm else transformers_sampler(trainer, args)
         self.beside: Sampler | None = process_sampler(trainer, args)
         if samples_by_server(args):
             self.beside = server_sampler(trainer.vllm_generation)
@@ -183,35 +183,49 @@ class Collector:
         return generated
 
     def turn(
-        self, stock: Callable[..., Any], prompt_ids: Any, *args: Any, **kwargs: Any
+        self,
+        contexts: list[list[int]],
+        images: Any,
+        fields: Mapping[str, Any],
+        group: int,
+        has_tool_images: bool = False,
     ) -> tuple[list[list[int]], Any]:
-        """Sample a completion after each prompt: from what is ready, beside the training, or by TRL's own engine."""
+        """Sample a completion after each context: from what is ready, beside the training, or by the policy itself.
+
+        Arguments and result are those of TRL's `_generate_single_turn`.
+        """
+        if has_tool_images:
+            raise ConfigError([images_of_tools()])
         collected, training = self._current, self.trainer.model.training
         if collected is not None and (ready := collected.ready) is not None:
             collected.kept = list(ready.kept)
             return [list(ids) for ids in ready.completion_ids], ready.logprobs
-        if self.beside is not None and training and collected is not None:
-            return self._sampled_beside(self.beside, collected, prompt_ids)
-        with only_settings(self.trainer._unwrapped, self.trainer.args), self._drawing() as drawn:
-            completion_ids, logprobs = stock(prompt_ids, *args, **kwargs)
-        if drawn.logps and training:
-            logprobs = [row[: len(ids)].tolist() for row, ids in zip(drawn.logps[-1], completion_ids, strict=True)]
+        made = self._sampled(contexts, fields, group)
+        completion_ids = [row.ids for row in made]
+        known = all(row.logps is not None for row in made) and (training or self.trainer.use_vllm)
+        logprobs = [row.logps for row in made] if known else None
         if collected is not None and training:
-            collected.kept = drawn.kept(completion_ids)
+            collected.kept = [row.kept for row in made if row.kept is not None]
         fill_empty(completion_ids, logprobs, self.trainer._tokenizer.eos_token_id)
         return completion_ids, logprobs
 
-    def _sampled_beside(
-        self, sampler: Sampler, collected: Collected, contexts: list[list[int]]
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample, in training, by what samples beside it, with random numbers of each attempt's own."""
-        limits = [int(self.trainer.generation_config.max_new_tokens or 1)] * len(contexts)
+    def _sampled(self, contexts: list[list[int]], fields: Mapping[str, Any], group: int) -> list[Sampled]:
+        """Sample beside the training, each attempt with its own random numbers, or by the policy itself."""
+        collected, limits = self._current, [self.own.limit] * len(contexts)
+        if self.beside is None or not self.trainer.model.training or collected is None:
+            self._push()
+            return self.own.sample(contexts, limits, fields=fields, group=group)
         streams = [attempt.stream() for attempt in collected.attempts]
-        version = self._published(sampler)
+        version = self._published(self.beside)
         with failing_together():
-            made = sampler.sample(version, contexts, limits, streams)
-        collected.kept = [row.kept for row in made if row.kept is not None]
-        return [row.ids for row in made], [row.logps for row in made]
+            return self.beside.sample(version, contexts, limits, streams)
+
+    def _push(self) -> None:
+        """Give vLLM the policy's weights if it has older ones."""
+        trainer = self.trainer
+        if trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
+            trainer.vllm_generation.sync_weights()
+            trainer._last_loaded_step = trainer.state.global_step
 
     def _published(self, sampler: Sampler) -> int:
         """Return the version that samples now: the window's, or the present weights, published if they are new."""
@@ -224,15 +238,6 @@ class Collector:
                     sampler.forget(version)
                 sampler.publish(step)
         return step
-
-    def _drawing(self) -> AbstractContextManager[Drawn]:
-        """Let the engine decode, and record its draws."""
-        trainer = self.trainer
-        if self.engine is not None:
-            return self.engine.generating(trainer.accelerator.unwrap_model(trainer.model_wrapped))
-        if trainer.use_vllm and trainer.model.training:
-            return returning(trainer.vllm_generation.keeping())
-        return nullcontext(Drawn())
 
     def play(self, prompts: list, trainer: object) -> dict[str, Any]:
         """Play conversations with environments; TRL's `rollout_func`."""
@@ -247,17 +252,29 @@ class Collector:
 
     def _played(self, acting: Acting, collected: Collected) -> Played:
         trainer, args = self.trainer, self.trainer.args
-        sampling = sampling_of(trainer, args, self.engine)
-        limits = limits_of(args, sampling.positions, frozenset(trainer.eos_token_ids))
+        positions = positions_of(trainer.accelerator.unwrap_model(trainer.model), args)
+        limits = limits_of(args, positions, frozenset(trainer.eos_token_ids))
         renderer = Renderer(trainer._tokenizer, trainer.chat_template_kwargs)
         waiting = partial(trainer._times.during, "environments")
-        if self.beside is None or not trainer.model.training:
-            engine: WaveEngine | SamplerEngine = engine_of(sampling, collected.attempts)
+        with self._turns(collected.attempts) as engine:
             return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
-        published, waits = self._published(self.beside), args.environment_waves == "turn"
-        engine = SamplerEngine(self.beside, published, sampling.version, collected.attempts, waits=waits)
-        with failing_together():
-            return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
+
+    @contextmanager
+    def _turns(self, attempts: Sequence[AttemptId]) -> Iterator[TurnEngine]:
+        """Return what samples the turns of conversations."""
+        trainer, args, own = self.trainer, self.trainer.args, self.own
+        step, in_turn = int(trainer.state.global_step), args.environment_waves == "turn"
+        if self.beside is not None and trainer.model.training:
+            sample = partial(self.beside.sample, self._published(self.beside))
+            with failing_together():
+                yield WaveEngine(sample, step, attempts, waits=in_turn)
+            return
+        self._push()
+        if not in_turn and args.use_vllm and args.vllm_mode == "server" and not own.together:
+            yield ServerEngine(trainer.vllm_generation, step, attempts)
+            return
+        waits = in_turn or own.together or not own.takes_streams
+        yield WaveEngine(own.sample, step, attempts, waits=waits, together=own.together)
 
     def rewarded(
         self,

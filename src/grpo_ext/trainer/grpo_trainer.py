@@ -375,7 +375,7 @@ class GRPOExtTrainer(Lifecycle):
         return self.collector.generated(super()._generate, prompts)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-        return self.collector.turn(super()._generate_single_turn, *args, **kwargs)
+        return self.collector.turn(*args, **kwargs)
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]

@@ -10,6 +10,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState
@@ -26,7 +27,7 @@ from grpo_ext.rollout.collected import Finished
 from grpo_ext.rollout.samplers import Sampler
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
-from grpo_ext.rollout.turn_engines import SamplerEngine
+from grpo_ext.rollout.turn_engines import WaveEngine
 from grpo_ext.trainer.acting import Acting, Played, limits_of, positions_of
 
 Row = dict[str, Any]
@@ -75,7 +76,7 @@ class Play:
     def __call__(self, request: Request, sampler: Sampler) -> Played:
         """Play one attempt for each row."""
         attempts, renderer = request.attempts, Renderer(self.acting.tokenizer, self.options)
-        engine = SamplerEngine(sampler, request.version, request.step, attempts, waits=self.waits)
+        engine = WaveEngine(partial(sampler.sample, request.version), request.step, attempts, waits=self.waits)
         return self.acting.play(request.rows, attempts, engine, self.limits, renderer)
 
 
@@ -143,7 +144,7 @@ class Leaves:
         streams = [attempt.stream() for attempt in request.attempts]
         sampled = self.sampler.sample(request.version, request.prompt_ids, [self.limit] * len(streams), streams)
         ids = [list(one.ids) for one in sampled]
-        logprobs: list[list[float | None]] = [list(one.logps) for one in sampled]
+        logprobs: list[list[float | None]] = [list(one.logps or ()) for one in sampled]
         fill_empty(ids, logprobs, self.eos_token_id)
         kept = [one.kept for one in sampled if one.kept is not None]
         return Finished(ids, logprobs, self._texts(request.rows, request.prompt_ids, ids), kept=kept)

@@ -40,10 +40,15 @@ def engine_settings(dtype: str, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def each_seeded(
-    generate: Callable[..., T], seeds: list[int], prompts: list[object], *, sampling_params: Any, **options: object
+    generate: Callable[..., T],
+    rows: list[tuple[int, int]],
+    prompts: list[object],
+    *,
+    sampling_params: Any,
+    **options: object,
 ) -> T:
-    """Generate by the engine's `generate` with a seed for each prompt."""
+    """Generate by the engine's `generate` with the seed and the limit of each of the `rows`."""
     each = [sampling_params.clone() for _ in prompts]
-    for params, seed in zip(each, seeds, strict=True):
-        params.seed = seed
+    for params, (seed, limit) in zip(each, rows, strict=True):
+        params.seed, params.max_tokens = seed, limit
     return generate(prompts, sampling_params=each, **options)

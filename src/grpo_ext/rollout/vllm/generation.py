@@ -5,12 +5,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
+import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from accelerate.utils.other import get_free_port
@@ -21,10 +22,11 @@ from trl.generation import vllm_generation
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.vllm import sharded_problem
 from grpo_ext.errors import ABSENT, ConfigError, ServerLost
-from grpo_ext.rollout.vllm.client import EMPTY_ANSWER, Client, ServerTrouble
+from grpo_ext.rollout.samplers import Sampled
+from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.colocated import each_seeded, engine_settings
 from grpo_ext.rollout.vllm.host_copy import HostCopy
-from grpo_ext.rollout.vllm.kept import TIES, returned_sets, sampled_first
+from grpo_ext.rollout.vllm.kept import TIES, Values, read
 from grpo_ext.rollout.vllm.server import (
     CONNECTIONS,
     PROBE,
@@ -64,8 +66,6 @@ class Generation(vllm_generation.VLLMGeneration):
     vllm_client: Client
     _weight_metadata: Any
     server_base_url: str | None
-    _kept: list[list[list[int]]] | None = None
-    """Gets the sets of the completions that are generated at the moment, if they are wanted."""
     _served_dtype: str | None = None
     """dtype of the first server of the run; its sampled probabilities are rounded so."""
 
@@ -88,6 +88,8 @@ class Generation(vllm_generation.VLLMGeneration):
         self._seeds: list[int] | None = None
         self._rounding: Rounding | None = None
         super().__init__(*args, **kwargs)
+        if keeps:
+            self.logprobs = self.asked
 
     @property
     def policy_dtype(self) -> torch.dtype:
@@ -322,18 +324,47 @@ class Generation(vllm_generation.VLLMGeneration):
     # Completions.
 
     def seeded(self, seeds: list[int]) -> AbstractContextManager[None]:
-        """Sample each row of this process by its own seed.
-
-        A server then gets a request for each row: the rows of one request would share their seed.
-        """
+        """Let rows that have no stream of random numbers sample by these seeds: those of an evaluation."""
         return temporarily(self, _seeds=seeds)
 
-    @contextmanager
-    def keeping(self) -> Iterator[list[list[list[int]]]]:
-        """Yield a list that gets the tokens that were kept at each token of the next completions, if `keeps`."""
-        kept: list[list[list[int]]] = []
-        with temporarily(self, _kept=kept if self.keeps else None):
-            yield kept
+    @property
+    def together(self) -> bool:
+        """Whether processes generate together, by one call of each."""
+        return self.accelerator.num_processes > 1 and (self.mode == "server" or self.tensor_parallel_size > 1)
+
+    @property
+    def takes_streams(self) -> bool:
+        """Whether a row depends on its own stream of random numbers only."""
+        return self.mode == "colocate"
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of a completion."""
+        return int(self.max_completion_length)
+
+    def sample(
+        self,
+        contexts: list[list[int]],
+        limits: Sequence[int],
+        streams: Sequence[np.random.Generator] | None = None,
+        *,
+        fields: Mapping[str, Any] = MappingProxyType({}),
+        group: int = 1,
+    ) -> list[Sampled]:
+        """Sample a completion after each context, as `PolicySampler` does, by the weights of the last push.
+
+        Raises:
+            RuntimeError: vLLM kept more tokens than it could return.
+            ServerLost: the server died and did not come back; on all processes.
+        """
+        assert not fields, "images are refused with vLLM"
+        if streams is None:
+            _, ids, values, tokens = self.generate(contexts, None, group)
+        else:
+            seeds = [int(stream.integers(2**31)) for stream in streams]
+            _, ids, values, tokens = self._by_seeds(contexts, seeds, limits)
+        rows, bound = zip(ids, values or [], tokens or [None] * len(ids), strict=True), self.sets_bound
+        return [read(*row, bound=bound if self.keeps and self.model.training else None) for row in rows]
 
     @property
     def asked(self) -> int:
@@ -357,71 +388,88 @@ class Generation(vllm_generation.VLLMGeneration):
         num_generations: int,
         profiler: ProfilingContext | None = None,
     ) -> Completions:
-        """Generate as TRL's does, also the kept sets where they are wanted; arguments and result are TRL's.
+        """Generate as TRL's does; arguments and result are TRL's.
 
         Raises:
-            RuntimeError: vLLM kept more tokens than it could return.
             ServerLost: the server died and did not come back; on all processes.
         """
+        if self._seeds is not None:
+            seeds = [*self._seeds, *[0] * (len(prompts) - len(self._seeds))]
+            return self._by_seeds(prompts, seeds, [self.limit] * len(prompts), images, profiler)
         stock = partial(super().generate, prompts, images, num_generations, profiler)
-        if self._kept is None:
-            return self._answered(stock, prompts)
-        with temporarily(self, logprobs=self.asked):
-            made, ids, values, tokens = self._answered(stock, prompts)
-        self._kept += [returned_sets(*row, self.sets_bound) for row in zip(values, tokens, strict=True)]
-        return made, ids, [sampled_first(*row) for row in zip(ids, values, tokens, strict=True)], tokens
+        if self.mode == "colocate":
+            return stock()
 
-    def _answered(self, stock: Callable[[], Completions], prompts: list[list[int]]) -> Completions:
-        """Generate by `stock`, TRL's; if the server dies, push the weights and generate the whole batch again.
+        def asked() -> Completions | None:
+            made: Completions = stock()
+            return made if made[1] or not prompts else None
+
+        return self._answered(asked)
+
+    def _by_seeds(
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        limits: Sequence[int],
+        images: list[list[object] | None] | None = None,
+        profiler: ProfilingContext | None = None,
+    ) -> Completions:
+        """Generate each row by its own seed and limit; processes may have different numbers of rows.
+
+        A server gets a request for each row: the rows of one request would share their seed.
+        """
+        if self.mode == "server":
+            return self._answered(partial(self._by_requests, prompts, seeds, limits))
+        missing = max(gather_object([len(prompts)])) - len(prompts) if self.together else 0
+        rows = self._of_engine([*zip(seeds, limits, strict=True), *[(0, 1)] * missing])
+        filled = prompts + [[0]] * missing  # TRL's takes as many rows of each rank
+        with temporarily(self.llm, generate=partial(each_seeded, self.llm.generate, rows)):
+            made = super().generate(filled, images, 1, profiler)
+        return tuple(part and part[: len(prompts)] for part in made)
+
+    def _answered(self, ask: Callable[[], Completions | None]) -> Completions:
+        """Return what `ask` returns; while the server does not answer, push the weights and ask again; collective.
 
         Raises:
             ServerLost: it died and did not come back; on all processes.
         """
-        seeds = None if self._seeds is None else [*self._seeds, *[0] * (len(prompts) - len(self._seeds))]
-        if self.mode == "colocate":
-            if seeds is None:
-                return stock()
-            each = partial(each_seeded, self.llm.generate, self._seeds_of_engine(seeds))
-            with temporarily(self.llm, generate=each):
-                return stock()
         troubles: list[Exception] = []
-        while True:
-            answer = stock() if seeds is None else self._by_requests(prompts, seeds)
-            if answer[1] or not prompts:
-                return answer
+        while (answer := ask()) is None:
             if self.accelerator.is_main_process:
                 troubles.append(self.vllm_client.failure or ServerTrouble("no completions"))
             self.wait_for_server(troubles)
             self.sync_weights()
+        return answer
 
-    def _seeds_of_engine(self, seeds: list[int]) -> list[int]:
-        """Return the seeds of all rows of a colocated engine: with tensor parallelism those of its ranks, in order.
+    def _of_engine(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return seeds and limits of all rows of a colocated engine: with tensor parallelism its ranks', in order.
 
         Every rank must give a row the same seed, or the ranks sample different tokens for it.
         """
         if self.tensor_parallel_size == 1:
-            return seeds
-        gathered: list[list[int]] = [[]] * self.tensor_parallel_size
-        torch.distributed.all_gather_object(gathered, seeds, group=self.tp_group)
-        return [seed for of_rank in gathered for seed in of_rank]
+            return rows
+        gathered: list[list[tuple[int, int]]] = [[]] * self.tensor_parallel_size
+        torch.distributed.all_gather_object(gathered, rows, group=self.tp_group)
+        return [row for of_rank in gathered for row in of_rank]
 
-    def _by_requests(self, prompts: list[list[int]], seeds: list[int]) -> Completions:
+    def _by_requests(self, prompts: list[list[int]], seeds: list[int], limits: Sequence[int]) -> Completions | None:
         """Generate by a server: the main process sends a request for each row of all processes."""
-        rows = gather_object(list(zip(prompts, seeds, strict=True)))
+        every = gather_object([list(zip(prompts, limits, seeds, strict=True))])
         answers = None
         if self.accelerator.is_main_process:
             self.vllm_client.failure = None
             try:
                 with ThreadPoolExecutor(CONNECTIONS) as threads:
-                    limit = self.max_completion_length
-                    answers = list(threads.map(lambda row: self.completion_of(row[0], limit, row[1]), rows))
+                    rows = [row for of_process in every for row in of_process]
+                    answers = list(threads.map(lambda row: self.completion_of(*row), rows))
             except Exception as error:
                 self.vllm_client.failure = error
         answers = broadcast(answers)
         if answers is None:
-            return EMPTY_ANSWER["prompt_ids"], EMPTY_ANSWER["completion_ids"], None, None
-        mine = answers[self.accelerator.process_index * len(prompts) :][: len(prompts)]
-        return prompts, [ids for ids, _ in mine], [logprobs for _, logprobs in mine], None
+            return None
+        start = sum(len(rows) for rows in every[: self.accelerator.process_index])
+        mine = answers[start : start + len(prompts)]
+        return prompts, [row[0] for row in mine], [row[1] for row in mine], [row[2] for row in mine]
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a request, as they are at the moment."""
@@ -436,14 +484,19 @@ class Generation(vllm_generation.VLLMGeneration):
             "generation_kwargs": self.generation_kwargs or {},
         }
 
-    def completion_of(self, context: list[int], limit: int, seed: int) -> tuple[list[int], list[list[float | None]]]:
-        """Request one completion; return its ids, and for each id a list that begins with its log-probability.
+    def completion_of(self, context: list[int], limit: int, seed: int) -> tuple[list[int], Values, Any]:
+        """Request one completion; return its ids, and log-probabilities at each with their tokens.
 
         Raises:
             ServerTrouble: the server did not answer, or has lost the weights that were pushed.
         """
-        answer = self.vllm_client.complete([context], **seeded_request(self.settings(), limit, seed))
-        return answer["completion_ids"][0], answer["logprobs"][0]
+        return first(self.vllm_client.complete([context], **seeded_request(self.settings(), limit, seed)))
+
+
+def first(answer: Mapping[str, Any]) -> tuple[list[int], Values, Any]:
+    """Return ids, log-probabilities and their tokens of the first completion of a server's answer."""
+    tokens = answer.get("logprob_token_ids")
+    return answer["completion_ids"][0], answer["logprobs"][0], None if tokens is None else tokens[0]
 
 
 def seeded_request(settings: Mapping[str, Any], limit: int, seed: int) -> dict[str, Any]:

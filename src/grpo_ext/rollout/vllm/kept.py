@@ -1,6 +1,10 @@
-"""The tokens that vLLM kept, read from the most likely ones, whose log-probabilities it returns."""
+"""vLLM's answers: log-probabilities of the sampled tokens, and the tokens that it kept, from the most likely ones."""
 
+import math
 from collections.abc import Sequence
+
+from grpo_ext.rollout.kept_log import encoded_lists
+from grpo_ext.rollout.samplers import Sampled
 
 TIES = 16
 """Tokens beyond top_k that vLLM is asked for: it may keep all that are as likely as the last one."""
@@ -40,3 +44,22 @@ def sampled_first(
     """Return the log-probability of each token of a completion, as a list; TRL reads its first."""
     rows = zip(ids, logprobs, token_ids, strict=True)
     return [[values[tokens.index(sampled)]] for sampled, values, tokens in rows]
+
+
+def read(ids: list[int], values: Values, tokens: Sequence[Sequence[int]] | None, *, bound: int | None) -> Sampled:
+    """Return a completion from vLLM's answer.
+
+    Args:
+        ids: the sampled tokens.
+        values: log-probabilities at each of them, the sampled one's first unless `tokens` are given.
+        tokens: whose log-probabilities these are.
+        bound: number of tokens that vLLM was asked for, as in `returned_sets`; None: the sets are not wanted.
+
+    Raises:
+        RuntimeError: a set may be larger than what vLLM returned.
+    """
+    kept = None
+    if tokens is not None:
+        kept = None if bound is None else encoded_lists(returned_sets(values, tokens, bound))
+        values = sampled_first(ids, values, tokens)
+    return Sampled(ids, [math.nan if known[0] is None else known[0] for known in values], kept)

@@ -1,25 +1,22 @@
 """A vLLM server as a sampler beside training: every process sends its own requests, the main one the weights."""
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from grpo_ext.errors import ServerLost
-from grpo_ext.rollout.kept_log import encoded_lists
 from grpo_ext.rollout.samplers import Sampled, failing_together
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread
-from grpo_ext.rollout.vllm.generation import LONGEST_PAUSE, Generation, broadcast, seeded_request
+from grpo_ext.rollout.vllm.generation import LONGEST_PAUSE, Generation, broadcast, first, seeded_request
 from grpo_ext.rollout.vllm.host_copy import HostCopy
-from grpo_ext.rollout.vllm.kept import returned_sets, sampled_first
+from grpo_ext.rollout.vllm.kept import read
 from grpo_ext.rollout.vllm.repairs import Repairs, shared_store
 from grpo_ext.rollout.vllm.server import CONNECTIONS
 from grpo_ext.waiting import leaving
@@ -46,7 +43,7 @@ class ServerSampler:
 
     def __init__(self, generation: Generation) -> None:
         self._generation, self._copy = generation, HostCopy()
-        self._settings = generation.settings() | {"logprobs": generation.asked}
+        self._settings, self._bound = generation.settings(), generation.sets_bound if generation.keeps else None
         self._version: int | None = None
         self._running, self._held, self._closed = 0, False, True
         self._changed = threading.Condition()
@@ -223,7 +220,7 @@ class ServerSampler:
         while True:
             repairs = self._repairs.made
             try:
-                return self._read(self._client.complete([context], **request))
+                return read(*first(self._client.complete([context], **request)), bound=self._bound)
             except ServerTrouble as trouble:
                 troubles.append(trouble)
             except RuntimeError as error:
@@ -232,11 +229,3 @@ class ServerSampler:
             if late or leaving.wait(min(0.5 * len(troubles), LONGEST_PAUSE)):
                 raise generation.lost(troubles[-1])
             self._repairs.wait(repairs, troubles)
-
-    def _read(self, answer: Mapping[str, Any]) -> Sampled:
-        (ids,), (values,), kept = answer["completion_ids"], answer["logprobs"], None
-        if self._generation.keeps:
-            (tokens,) = answer["logprob_token_ids"]
-            kept = encoded_lists(returned_sets(values, tokens, self._generation.sets_bound))
-            values = sampled_first(ids, values, tokens)
-        return Sampled(ids, [math.nan if known[0] is None else known[0] for known in values], kept)
