@@ -120,7 +120,7 @@ class ServerLost(RuntimeError):
 
 
 class SamplerLost(RuntimeError):
-    """The process that samples completions has failed twice; raised on all processes."""
+    """A generation cannot be made: its process failed twice, or a signal ends the run; raised on all processes."""
 
 
 class SaveError(RuntimeError):

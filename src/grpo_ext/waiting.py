@@ -1,6 +1,7 @@
 """One way to wait for another process: a limit, a line when nothing happens, and an end at once on a signal."""
 
 import logging
+import math
 import threading
 import time
 
@@ -11,6 +12,12 @@ leaving = threading.Event()
 SIGNALLED = "not waited for, since a signal ends the run"
 POLL_SECONDS = 0.5
 SILENT_SECONDS = 8.0
+GRACE_SECONDS = 5.0
+"""For which a run that a signal ends still waits for rewards and environments: what was sampled would be lost."""
+
+
+_told_of: dict[str, float] = {}
+"""Seconds of the longest wait that a line has told of, by what was waited for."""
 
 
 class WaitedInVain(RuntimeError):
@@ -26,7 +33,7 @@ class WaitedInVain(RuntimeError):
 
 
 class Wait:
-    """A wait that ends when there was no progress for `limit` seconds, or at once on a signal.
+    """A wait that ends when there was no progress for `limit` seconds, or on a signal.
 
     A run that ends by a signal saves its last whole step; what it waited for is made again when it resumes.
 
@@ -34,23 +41,26 @@ class Wait:
         what: is waited for; the subject of a message.
         limit: seconds without progress.
         setting: that sets the limit.
+        grace: seconds for which it goes on after a signal.
 
     Attributes:
-        silent: seconds without progress after which a line says what is waited for.
+        silent: seconds without progress after which a line says what is waited for: 8, and twice the longest of which
+            a line has told.
         since: time of the last progress, by `time.monotonic`.
     """
 
-    def __init__(self, what: str, limit: float, setting: str) -> None:
-        self.what, self.limit, self.setting = what, limit, setting
-        self.silent, self._told = SILENT_SECONDS, False
+    def __init__(self, what: str, limit: float, setting: str, grace: float = 0.0) -> None:
+        self.what, self.limit, self.setting, self.grace = what, limit, setting, grace
+        self._signalled = math.inf
+        self.silent, self._told = max(SILENT_SECONDS, 2 * _told_of.get(what, 0.0)), False
         self.since = time.monotonic()
 
     def progressed(self) -> None:
         """Note a sign of life."""
-        self.since = time.monotonic()
         if self._told:
+            _told_of[self.what] = max(_told_of.get(self.what, 0.0), time.monotonic() - self.since)
             logger.warning(f"{self.what}: it answers again.")
-        self._told = False
+        self.since, self._told = time.monotonic(), False
 
     @property
     def left(self) -> float:
@@ -63,9 +73,12 @@ class Wait:
         Raises:
             WaitedInVain: the limit has passed, or a signal ends the run.
         """
-        silent = time.monotonic() - self.since
+        now = time.monotonic()
+        silent = now - self.since
         if leaving.is_set():
-            raise WaitedInVain(SIGNALLED, self.since)
+            self._signalled = min(self._signalled, now)
+            if now - self._signalled >= self.grace:
+                raise WaitedInVain(SIGNALLED, self.since)
         if silent >= self.limit:
             raise WaitedInVain(f"no sign of life for {self.setting}={self.limit:g} s", self.since)
         if silent >= self.silent and not self._told:

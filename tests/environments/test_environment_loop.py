@@ -43,7 +43,7 @@ class Scripted:
         g = np.random.default_rng((attempt, turn))
         return [*g.integers(LETTERS.start, LETTERS.stop, g.integers(1, 6)).tolist(), EOS]
 
-    def anyone(self, here):
+    def anyone(self, here, leaves):
         return here
 
     def generate(self, contexts, limits, attempts):

@@ -82,7 +82,7 @@ class Babbler:
     def __init__(self, ids, end):
         self.ids, self.end, self.random, self.seen, self.said = ids, end, np.random.default_rng(0), {}, {}
 
-    def anyone(self, here):
+    def anyone(self, here, leaves):
         return here
 
     def generate(self, contexts, limits, attempts):

@@ -294,3 +294,21 @@ def add(number: int) -> int:
         number: To what.
     """
     return number + 1
+
+
+class HangsOnce(Conversation):
+    """Pays for the length of each of two messages; in the turn that HANGS_IN_TURN counts it ends the run and hangs."""
+
+    def reset(self, row):
+        self.left = 2
+
+    def step(self, message):
+        self.left -= 1
+        sign = os.environ["TURNS_PLAYED"]
+        with open(sign, "ab") as file:
+            file.write(b".")
+        if os.path.getsize(sign) >= int(os.environ.get("HANGS_IN_TURN", 1e9)) and not os.path.exists(f"{sign}.hung"):
+            Path(f"{sign}.hung").touch()
+            os.kill(int(os.environ["TRAINER"]), signal.SIGTERM)
+            time.sleep(120)
+        return Step("on", len(message["content"]) % 7 / 7, not self.left)

@@ -19,9 +19,12 @@ from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.rendering import CannotRender, Context, Renderer
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, InvalidResult
 from grpo_ext.objective.trajectory import Sample, Trajectory, Turn, common
+from grpo_ext.waiting import GRACE_SECONDS, Wait, WaitedInVain
 
 TEMPLATE = "template"
 """Kind of failure: the chat template cannot render the conversation."""
+SLACK_SECONDS = 60.0
+"""For what begins before a turn's time, and ends after it: a fork, a large answer."""
 _MOMENT = 0.005
 """Seconds for which answers are collected into one wave."""
 
@@ -50,8 +53,16 @@ class TurnEngine(Protocol):
         An engine that samples in waves returns all of them, in order.
         """
 
-    def anyone(self, here: bool) -> bool:
-        """Return whether any process that generates together with this one still has an attempt."""
+    def anyone(self, here: bool, leaves: bool) -> bool:
+        """Return whether any process that generates together with this one still has an attempt.
+
+        Args:
+            here: whether this process has one.
+            leaves: whether this process has waited in vain, since a signal ends the run.
+
+        Raises:
+            SamplerLost: one of them has, and an attempt is left.
+        """
 
     def close(self) -> None:
         """End the engine after a generation."""
@@ -148,6 +159,7 @@ class Attempts:
         self._computing: dict[Connection, _Attempt] = {}
         self._sampling: dict[int, _Attempt] = {}
         self._answered: deque[tuple[_Attempt, Answer]] = deque()
+        self._leaves = False
 
     def run(self, tasks: Sequence[Task]) -> list[tuple[Trajectory, AttemptFigures]]:
         """Return trajectory and figures of each task, in order; a failed environment fails its attempt only."""
@@ -155,7 +167,7 @@ class Attempts:
         try:
             for attempt in attempts:
                 self._begin(attempt)
-            while self.engine.anyone(bool(self._ready or self._computing or self._answered or self._sampling)):
+            while self.engine.anyone(self._unfinished, self._leaves):
                 with nullcontext() if self.engine.pending else self.waiting():
                     self._take_answers()
                 if self._ready or self._sampling or not self._computing:
@@ -166,6 +178,10 @@ class Attempts:
                     attempt.connection.close()
             self.host.drain()
         return [self._done[number] for number in range(len(tasks))]
+
+    @property
+    def _unfinished(self) -> bool:
+        return bool(self._ready or self._computing or self._answered or self._sampling)
 
     # Environments.
 
@@ -195,16 +211,31 @@ class Attempts:
 
     def _take_answers(self) -> None:
         """Handle the answers that have come; wait for the first if there is nothing else to do."""
+        waited = self._wait()
         while True:
             while self._answered:
                 self._handle(*self._answered.popleft())
             if not self._computing and not self.engine.pending:
                 return
             idle = self.engine.waits or not self._ready
-            found, sampled = answers(list(self._computing), 3600.0 if idle else _MOMENT, self.engine.descriptor)
+            try:
+                seconds = waited.seconds() if idle else _MOMENT
+            except WaitedInVain:
+                self._leaves = True
+                return
+            found, sampled = answers(list(self._computing), seconds, self.engine.descriptor)
+            if found:
+                waited.progressed()
             self._answered.extend((self._computing.pop(connection), answer) for connection, answer in found)
             if not self._answered and (sampled or not idle):
                 return
+
+    def _wait(self) -> Wait:
+        """Return the wait for the environments that compute; each has a deadline, which comes before its limit."""
+        specs = [attempt.task.spec for attempt in self._computing.values()]
+        names = ", ".join(sorted({spec.name for spec in specs}))
+        longest = max((spec.turn_timeout for spec in specs), default=0.0)
+        return Wait(f"environment {names}", longest + SLACK_SECONDS, "turn_timeout", GRACE_SECONDS)
 
     def _handle(self, attempt: _Attempt, answer: Answer) -> None:
         attempt.figures.seconds += answer.seconds

@@ -14,7 +14,9 @@ from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts, wrong_length
 from grpo_ext.rewards.runtime import AsyncComponent, Component
 from grpo_ext.rewards.signatures import callable_name, is_async
+from grpo_ext.rewards.workers.pool import Interrupted
 from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards
+from grpo_ext.waiting import SIGNALLED
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,11 @@ def for_trl(reward: Any, take: Take, ready: Ready = lambda *_: None) -> Any:
         return taken(ready(name, columns) or await scorer.scores_async(columns))
 
     def call(**columns: Any) -> list[float | None]:
-        return taken(ready(name, columns) or scorer.scores(columns))
+        try:
+            return taken(ready(name, columns) or scorer.scores(columns))
+        except Interrupted:  # on this process; all raise when their rewards are checked
+            rows = len(columns["completions"])
+            return taken(Scores([0.0] * rows, [None] * rows, error=SIGNALLED))
 
     chosen = call_async if waits(scorer) else call
     chosen.__name__ = name

@@ -194,27 +194,8 @@ class DynamicSampler:
         silent: Silent,
         metrics: MutableMapping[str, list[float]],
     ) -> Collected:
-        """Generate and score `rows`; replace groups without a signal until all have one or the bound is reached.
+        """Generate and score `rows`; replace groups without a signal until all have one or the bound is reached."""
 
-        What fails leaves no trace: a run that resumes draws the same prompts and logs the same figures.
-        """
-        drawn, logged = self.prompts.drawn, {name: len(values) for name, values in metrics.items()}
-        try:
-            return self._settled(rows, attempts, collect, silent, metrics)
-        except BaseException:
-            self.prompts.drawn = drawn
-            for name, values in metrics.items():
-                del values[logged.get(name, 0) :]
-            raise
-
-    def _settled(
-        self,
-        rows: list[dict[str, Any]],
-        attempts: list[AttemptId],
-        collect: Collect,
-        silent: Silent,
-        metrics: MutableMapping[str, list[float]],
-    ) -> Collected:
         def scored(rows: list[dict[str, Any]], attempts: list[AttemptId]) -> tuple[Batch, list[bool]]:
             collected = collect(rows, attempts)
             return Batch.of(collected), self._dead(collected, silent)

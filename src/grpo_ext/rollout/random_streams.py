@@ -1,7 +1,7 @@
-"""Keep an evaluation from changing the random numbers of the training that follows."""
+"""Random states of Python, numpy and torch, which what is not part of the training must not change."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,16 +10,26 @@ import torch
 
 @contextmanager
 def random_streams_kept() -> Iterator[None]:
-    """Restore the random states of Python, numpy and torch, on the CPU and on this process's device."""
+    """Restore the random states at the end of a `with` block."""
+    restore = random_state()
+    try:
+        yield
+    finally:
+        restore()
+
+
+def random_state() -> Callable[[], None]:
+    """Return a function that restores the present random states, on the CPU and on this process's device."""
     python, numeric, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     found = torch.accelerator.current_accelerator(check_available=True)
     device = None if found is None else torch.get_device_module(found)
     of_device = None if device is None else device.get_rng_state()
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         random.setstate(python)
         np.random.set_state(numeric)
         torch.set_rng_state(cpu)
         if device is not None:
             device.set_rng_state(of_device)
+
+    return restore

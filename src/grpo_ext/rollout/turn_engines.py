@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from accelerate.utils import gather_object
 
+from grpo_ext.errors import SamplerLost
 from grpo_ext.objective.trajectory import Sample
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.vllm.kept import read
 from grpo_ext.rollout.vllm.server import CONNECTIONS
+from grpo_ext.waiting import SIGNALLED
 
 if TYPE_CHECKING:
     from grpo_ext.rollout.vllm.generation import Generation
@@ -55,9 +57,9 @@ class WaveEngine:
         sampled = self._sample(contexts, limits, [self._streams[number] for number in attempts])
         return [(number, Sample(made.ids, made.logps)) for number, made in zip(attempts, sampled, strict=True)]
 
-    def anyone(self, here: bool) -> bool:
-        """Return whether any process that generates together with this one still has an attempt."""
-        return any(gather_object([here])) if self._together else here
+    def anyone(self, here: bool, leaves: bool) -> bool:
+        """Return whether an attempt is left, as `TurnEngine` does."""
+        return _going_on(gather_object([(here, leaves)]) if self._together else [(here, leaves)])
 
     def close(self) -> None:
         """End the engine after a generation; the sampler stays."""
@@ -86,9 +88,9 @@ class ServerEngine:
         os.set_blocking(self._pipe_read, False)
         self.descriptor: int | None = self._pipe_read
 
-    def anyone(self, here: bool) -> bool:
-        """Return whether an attempt of this process is left."""
-        return here
+    def anyone(self, here: bool, leaves: bool) -> bool:
+        """Return whether an attempt is left, as `TurnEngine` does."""
+        return _going_on([(here, leaves)])
 
     @property
     def pending(self) -> int:
@@ -134,3 +136,12 @@ class ServerEngine:
         self._threads.shutdown(cancel_futures=True)
         os.close(self._pipe_read)
         os.close(self._pipe_write)
+
+
+def _going_on(processes: Sequence[tuple[bool, bool]]) -> bool:
+    """Return whether any process has an attempt, given whether it has one, and whether it leaves."""
+    if not any(here for here, _ in processes):
+        return False
+    if any(leaves for _, leaves in processes):
+        raise SamplerLost(f"conversations with environments: {SIGNALLED}")
+    return True

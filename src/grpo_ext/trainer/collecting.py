@@ -92,12 +92,7 @@ class Collector:
                 return self.collect(rows, attempts)
             weights, group = trainer.reward_weights, trainer.num_generations
             silent = partial(trainer._credit.silent_groups, weights=weights, group=group)
-            seen = trainer.state.num_input_tokens_seen
-            try:
-                return self.dynamic.settle(rows, attempts, self.collect, silent, trainer._metrics["train"])
-            except BaseException:
-                trainer.state.num_input_tokens_seen = seen
-                raise
+            return self.dynamic.settle(rows, attempts, self.collect, silent, trainer._metrics["train"])
 
     def collect(self, rows: list[dict[str, Any]], attempts: Sequence[AttemptId]) -> Collected:
         """Generate and score a completion for each row; each process needs as many rows."""
@@ -256,7 +251,7 @@ class Collector:
         limits = limits_of(args, positions, frozenset(trainer.eos_token_ids))
         renderer = Renderer(trainer._tokenizer, trainer.chat_template_kwargs)
         waiting = partial(trainer._times.during, "environments")
-        with self._turns(collected.attempts) as engine:
+        with failing_together(), self._turns(collected.attempts) as engine:
             return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
 
     @contextmanager
@@ -266,8 +261,7 @@ class Collector:
         step, in_turn = int(trainer.state.global_step), args.environment_waves == "turn"
         if self.beside is not None and trainer.model.training:
             sample = partial(self.beside.sample, self._published(self.beside))
-            with failing_together():
-                yield WaveEngine(sample, step, attempts, waits=in_turn)
+            yield WaveEngine(sample, step, attempts, waits=in_turn)
             return
         self._push()
         if not in_turn and args.use_vllm and args.vllm_mode == "server" and not own.together:

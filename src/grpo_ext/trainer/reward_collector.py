@@ -9,12 +9,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerState
 
-from grpo_ext.errors import RewardError
+from grpo_ext.errors import RewardError, SamplerLost
 from grpo_ext.rewards.containment import Ready, Take, for_trl, scorer_of
 from grpo_ext.rewards.runtime import Component, Runtime
 from grpo_ext.rollout.collected import Collected, TurnRewards
 from grpo_ext.trainer.findings import BadTensor
 from grpo_ext.trainer.nonfinite import NonFiniteGuard
+from grpo_ext.waiting import SIGNALLED
 
 
 class RewardCollector:
@@ -69,13 +70,14 @@ class RewardCollector:
 
         Raises:
             RewardError: a reward failed, on any process.
+            SamplerLost: a signal ends the run, and a reward did not end.
             NonFiniteError: a reward returned NaN or inf, and the run is to stop.
         """
         found, problem = self._nonfinite(rewards, prompts, completions)
         mine = (list(errors), found, problem)
         every = gather_object([mine]) if self.accelerator.num_processes > 1 else [mine]
         if messages := [message for errors, _, _ in every for message in errors]:
-            raise RewardError("\n".join(messages))
+            raise SamplerLost(f"rewards: {SIGNALLED}") if SIGNALLED in messages else RewardError("\n".join(messages))
         if findings := [BadTensor(**finding) for _, found, _ in every for finding in found]:
             self.guard.rewards(findings, next((problem for _, _, problem in every if problem), ""))
         return rewards.masked_fill(rewards.isinf(), torch.nan)

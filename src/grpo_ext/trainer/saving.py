@@ -5,12 +5,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.rollout.random_streams import random_state
 from grpo_ext.trainer import card, in_flight
 from grpo_ext.trainer.checkpoints import identity, processes, state, writing
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST
 from grpo_ext.trainer.checkpoints.processes import agreed
 from grpo_ext.trainer.findings import check_weights
+
+
+def after_step(trainer: Any) -> Callable[[], None]:
+    """Return a function that brings the trainer back to this whole step, from within the next."""
+    found, restore, run = state.of(trainer), random_state(), trainer.state
+    epoch_began, seen = trainer._epoch_began, run.num_input_tokens_seen
+
+    def go_back() -> None:
+        restore()
+        state.go_back(trainer, found)
+        trainer._epoch_began, run.num_input_tokens_seen = epoch_began, seen
+
+    return go_back
 
 
 def save_checkpoint(trainer: Any, trial: Any, stock: Callable[[], None]) -> None:
@@ -71,6 +85,7 @@ def save_and_explain(trainer: Any, error: Exception) -> None:
     folder = Path(trainer._get_output_dir(None)) / f"checkpoint-{step}"
     saved = agreed((folder / MANIFEST).exists)  # all processes save or none: one may be creating it already
     if step and not saved:
+        trainer._writer.go_back()
         trainer._save_checkpoint(trainer.model, trial=None)
     kept = f"The run can be resumed from {folder}." if step else "No step had been made."
     error.args = (f"{error}\n{kept}",)

@@ -12,8 +12,11 @@ from grpo_ext import child_processes
 from grpo_ext.child_processes import Child, describe_exit, remove_stale_folders
 from grpo_ext.frames import FrameError, parsed_json, wait
 from grpo_ext.rewards.workers.worker import packed_call
+from grpo_ext.waiting import GRACE_SECONDS, Wait, WaitedInVain
 
 PROGRAM = "from grpo_ext.rewards.workers.worker import main; main()"
+SLACK_SECONDS = 10.0
+"""For what happens between a job's end and the next."""
 NO_TIME_LEFT = "no time was left to score it"
 
 
@@ -31,7 +34,7 @@ class Status(StrEnum):
 
 
 class Interrupted(BaseException):
-    """The jobs of another thread were ended by `Pool.interrupt`; no failure of a reward."""
+    """The jobs were ended by another thread, by `Pool.interrupt`, or by a signal; no failure of a reward."""
 
 
 @dataclass
@@ -112,8 +115,10 @@ class Pool:
         """Return the outcome of each job, in order; jobs not begun by `deadline` (monotonic seconds) time out.
 
         Raises:
-            Interrupted: another thread interrupts the pool.
+            Interrupted: another thread interrupts the pool, or a signal ends the run and a job does not end.
         """
+        longest = max((job.timeout for job in jobs), default=0.0) + child_processes.LOADING_SECONDS
+        waited = Wait(_named(jobs), longest + SLACK_SECONDS, "timeout and loading", GRACE_SECONDS)
         outcomes: dict[int, Outcome] = {}
         waiting = list(range(len(jobs)))
         busy: dict[Worker, tuple[int, int]] = {}  # place, job
@@ -130,7 +135,8 @@ class Pool:
                     else:
                         busy[self._give(place, jobs[i], request)] = place, i
                 self._check()
-                for worker, outcome in _finished(busy) if busy else ():
+                for worker, outcome in _finished(busy, _patience(waited)) if busy else ():
+                    waited.progressed()
                     place, i = busy.pop(worker)
                     outcomes[i] = outcome
                     if outcome.status in (Status.TIMEOUT, Status.DIED):
@@ -189,9 +195,27 @@ class Pool:
             worker.kill()
 
 
-def _finished(busy: Collection[Worker]) -> Iterator[tuple[Worker, Outcome]]:
-    """Wait until a pipe is ready or a worker is overdue. Yield the workers whose job ended."""
-    readable = wait([worker.stream for worker in busy], min(worker.deadline for worker in busy))
+def _named(jobs: Sequence[Job]) -> str:
+    """Name the rewards of jobs in a message."""
+    return f"reward {', '.join(sorted({job.path for job in jobs}))}"
+
+
+def _patience(waited: Wait) -> float:
+    """Return seconds for which to wait now.
+
+    Raises:
+        Interrupted: a signal ends the run.
+    """
+    try:
+        return waited.seconds()
+    except WaitedInVain as error:
+        raise Interrupted(str(error)) from None
+
+
+def _finished(busy: Collection[Worker], seconds: float) -> Iterator[tuple[Worker, Outcome]]:
+    """Wait until a pipe is ready, a worker is overdue, or `seconds` have passed. Yield workers whose job ended."""
+    until = min(time.monotonic() + seconds, *(worker.deadline for worker in busy))
+    readable = wait([worker.stream for worker in busy], until)
     now = time.monotonic()  # before `collect`, which may wait for a dying worker: others may answer meanwhile
     for worker in list(busy):
         outcome = worker.collect() if worker.stream in readable else None

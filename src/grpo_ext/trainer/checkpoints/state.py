@@ -8,7 +8,7 @@ number of micro-batches.
 import logging
 import re
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -99,7 +99,9 @@ def write(trainer: HasState, folder: Path, place: tuple[int, int]) -> None:
         place: epoch, and batches of the dataloader that it has taken.
     """
     folder.mkdir(parents=True, exist_ok=True)  # a process may come here before the one that saves the model
-    torch.save(_state_of(trainer, place), _file(folder, trainer.accelerator.process_index))
+    main = trainer.accelerator.is_main_process
+    further = {"place": list(place), "table": _table(trainer._logs) if main and trainer.args.log_completions else {}}
+    torch.save(of(trainer) | further, _file(folder, trainer.accelerator.process_index))
     _write_reference(trainer, folder)
 
 
@@ -127,9 +129,17 @@ def read(folder: Path, trainer: HasState) -> dict[str, Any] | None:
 
 def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[list[Any], list[StepTotals]]:
     """Restore what `write` saved; return the micro-batches and totals of a generation that was in use, else []."""
-    trainer._step = state["step"]
-    trainer._metrics["train"].update({name: list(values) for name, values in state["metrics"].items()})
+    go_back(trainer, state)
     _fill_table(trainer._logs, state["table"])
+    _restore_reference(trainer, folder)
+    return state["micro_batches"], [StepTotals(*row) for row in state["totals"]]
+
+
+def go_back(trainer: HasState, state: Mapping[str, Any]) -> None:
+    """Restore what `of` returned."""
+    trainer._step = state["step"]
+    trainer._metrics["train"].clear()
+    trainer._metrics["train"].update({name: list(values) for name, values in state["metrics"].items()})
     trainer._tr_loss.copy_(state["loss"])
     trainer._total_loss_scalar = state["_total_loss_scalar"]
     trainer._globalstep_last_logged = state["_globalstep_last_logged"]
@@ -139,8 +149,6 @@ def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[lis
     trainer._advantage_monitor.load(state.get("silence", []), state.get("silence_warned", False))
     if trainer._drift is not None:
         trainer._drift.load(state["drift"])
-    _restore_reference(trainer, folder)
-    return state["micro_batches"], [StepTotals(*row) for row in state["totals"]]
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -153,19 +161,17 @@ def _split(trainer: HasState) -> list[int]:
     return [trainer.accelerator.num_processes, *sizes, trainer.num_iterations]
 
 
-def _state_of(trainer: HasState, place: tuple[int, int]) -> dict[str, Any]:
+def of(trainer: HasState) -> dict[str, Any]:
+    """Return this process's state between two optimizer steps, for `go_back`."""
     generation = trainer._generation
     closed = trainer._step % (int(trainer.args.steps_per_generation or 1) * trainer.num_iterations) == 0
-    main = trainer.accelerator.is_main_process
     return {
         "split": _split(trainer),
-        "place": list(place),
         "step": trainer._step,
         "micro_batches": [] if closed else [dict(batch) for batch in generation.micro_batches],
         "totals": [] if closed else [list(totals) for totals in generation.totals],
         "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
-        "table": _table(trainer._logs) if main and trainer.args.log_completions else {},
-        "loss": trainer._tr_loss,
+        "loss": trainer._tr_loss.clone(),
         "_total_loss_scalar": trainer._total_loss_scalar,
         "_globalstep_last_logged": trainer._globalstep_last_logged,
         "group_means": trainer._group_means.to_list(),

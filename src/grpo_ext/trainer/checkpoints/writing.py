@@ -38,6 +38,8 @@ class Writer:
         self.saves = saves
         self.is_aside = False
         """True while checkpoints are written in `SAVING`."""
+        self.go_back: Callable[[], None] = lambda: None
+        """Brings the run back to its last whole step, for the checkpoint of one that ends within the next."""
         self.published: list[str] = []
         """Names of the final model's files."""
         self._keeps = False
