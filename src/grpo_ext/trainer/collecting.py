@@ -44,34 +44,27 @@ class Collector:
     """Makes the generations of a trainer.
 
     Args:
-        trainer: the trainer.
-        rewards: its rewards.
-        acting: its environments, if it has any.
-
-    Attributes:
+        trainer: the trainer, whose hooks it calls.
         own: the policy as its own sampler, or vLLM with its present weights.
         beside: the sampler that runs beside training: a process, or a vLLM server.
-        ahead: samples by older weights, if `rollout_ahead` asks for it.
-        dynamic: replaces groups without a signal, if `dynamic_sampling` asks for it.
+        rewards: the rewards.
+        acting: environments.
+        ahead: samples by older weights, for `rollout_ahead`.
+        dynamic: replaces groups without a signal, for `dynamic_sampling`.
     """
 
-    def __init__(self, trainer: Any, rewards: RewardCollector, acting: Acting | None) -> None:
-        args, self.trainer, self.rewards, self.acting = trainer.args, trainer, rewards, acting
-        self.own: PolicySampler = trainer.vllm_generation if args.use_vllm else transformers_sampler(trainer, args)
-        self.beside: Sampler | None = process_sampler(trainer, args)
-        if samples_by_server(args):
-            self.beside = server_sampler(trainer.vllm_generation)
-        self.ahead = RolloutsAhead(trainer, self.beside) if args.rollout_ahead and self.beside is not None else None
-        self.dynamic: DynamicSampler | None = None
-        if args.dynamic_sampling is not None:
-            self.dynamic = DynamicSampler(
-                args,
-                trainer.train_dataset,
-                trainer.reward_func_names,
-                trainer.num_generations,
-                stateful=bool(trainer.tools) or trainer.environment_factories is not None,
-                accelerator=trainer.accelerator,
-            )
+    def __init__(
+        self,
+        trainer: Any,
+        own: PolicySampler,
+        beside: Sampler | None,
+        rewards: RewardCollector,
+        acting: Acting | None = None,
+        ahead: RolloutsAhead | None = None,
+        dynamic: DynamicSampler | None = None,
+    ) -> None:
+        self.trainer, self.own, self.beside, self.rewards = trainer, own, beside, rewards
+        self.acting, self.ahead, self.dynamic = acting, ahead, dynamic
         self._current: Collected | None = None
 
     @property
@@ -344,3 +337,23 @@ class Collector:
         engine = getattr(trainer, "vllm_generation", None)
         if engine is not None and trainer.args.vllm_mode == "server" and trainer.accelerator.is_main_process:
             engine.vllm_client.release()
+
+
+def collector_of(trainer: Any, rewards: RewardCollector, acting: Acting | None) -> Collector:
+    """Return the collector of a trainer, with the samplers of its settings."""
+    args, dynamic = trainer.args, None
+    own: PolicySampler = trainer.vllm_generation if args.use_vllm else transformers_sampler(trainer, args)
+    beside: Sampler | None = process_sampler(trainer, args)
+    if samples_by_server(args):
+        beside = server_sampler(trainer.vllm_generation)
+    if args.dynamic_sampling is not None:
+        dynamic = DynamicSampler(
+            args,
+            trainer.train_dataset,
+            trainer.reward_func_names,
+            trainer.num_generations,
+            stateful=bool(trainer.tools) or trainer.environment_factories is not None,
+            accelerator=trainer.accelerator,
+        )
+    ahead = RolloutsAhead(trainer, beside) if args.rollout_ahead and beside is not None else None
+    return Collector(trainer, own, beside, rewards, acting, ahead, dynamic)

@@ -49,7 +49,7 @@ from grpo_ext.trainer.batches import (
 )
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
-from grpo_ext.trainer.collecting import Collector
+from grpo_ext.trainer.collecting import collector_of
 from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
 from grpo_ext.trainer.crediting import assign_credit, log_generation
 from grpo_ext.trainer.diagnosis.recording import DRAWN, Watching, log_rows
@@ -195,7 +195,7 @@ class GRPOExtTrainer(Lifecycle):
         self.opened = template_opens(self._tokenizer, as_mapping(self.chat_template_kwargs))
         if self.reward_runtime is not None:
             self.reward_runtime.opened = self.opened
-        self.collector = Collector(self, rewards, self.acting)
+        self.collector = collector_of(self, rewards, self.acting)
         self.reward_funcs = rewards.for_trl(self.collector.take_scores, self.collector.ready_scores)
         self._set_up_sampler()
         self._set_up_forward()
