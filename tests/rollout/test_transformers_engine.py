@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from scipy.stats import chisquare
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
@@ -32,7 +33,7 @@ from transformers import (
 )
 
 from grpo_ext.packing.obstacles import Forward, obstacles
-from grpo_ext.rollout import decoding
+from grpo_ext.rollout import decoding, transformers_engine
 from grpo_ext.rollout.decoding import distinct
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
@@ -402,3 +403,43 @@ def test_options_of_the_models_generation_config_do_not_change_what_is_drawn(eng
         assert all(getattr(model.generation_config, name) == value for name, value in options.items())
         ends.append(weights(trainer.model))
     assert ends[0].equal(ends[1])
+
+
+# One cast of the weights for a generation in mixed precision.
+
+
+class Casts(TorchDispatchMode):
+    """Counts copies of weights to half precision."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.shapes, self.count = {parameter.shape for parameter in model.parameters() if parameter.dim() > 1}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        cast = function is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16
+        self.count += bool(cast and args[0].shape in self.shapes and args[0].dtype == torch.float32)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("engine", ["grouped", "generate"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "adapter"])
+def test_weights_are_cast_once_for_a_generation_to_the_same_bits(engine, kind, tmp_path, monkeypatch):
+    model = tiny.model(dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    peft = LoraConfig(target_modules=["q_proj"], init_lora_weights=False) if kind == "adapter" else None
+    trainer = build(model, tmp_path, bf16=True, rollout_engine=engine, peft_config=peft, max_steps=1)
+    trainer.train()
+    sampler, contexts = trainer.collector.own, [[5, 6, 7], [5, 6, 7], [8, 9]]
+
+    def sampled(seed):
+        torch.manual_seed(seed)
+        with Casts(trainer.model) as casts:
+            return [(row.ids, row.logps) for row in sampler.sample(contexts, [8] * 3)], casts.count
+
+    once = [sampled(seed) for seed in range(20)]
+    monkeypatch.setattr(transformers_engine, "forward_autocasts", lambda _: False)
+    every_token = [sampled(seed) for seed in range(20)]
+    assert [made for made, _ in once] == [made for made, _ in every_token]
+    weights = sum(p.dim() > 1 for name, p in trainer.model.named_parameters() if "embed" not in name)
+    if kind == "float32":
+        assert {count for _, count in once} == {weights}
+        assert min(count for _, count in every_token) >= 2 * weights

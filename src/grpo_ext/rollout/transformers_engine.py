@@ -21,7 +21,7 @@ from trl.trainer.utils import pad
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
-from grpo_ext.packing.obstacles import Forward, forward_obstacle, obstacles
+from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
 from grpo_ext.rollout.decoding import decode
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import Unsupported
@@ -200,6 +200,7 @@ class TransformersSampler:
             torch.no_grad(),
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
             only_settings(model, args),
+            trainer.accelerator.autocast() if forward_autocasts(model) else nullcontext(),  # casts each weight once
         ):
             yield model
 
@@ -229,6 +230,15 @@ def transformers_sampler(trainer: GRPOTrainer, args: GRPOExtConfig) -> Transform
 def _ended(ids: list[int], ends: frozenset[int]) -> list[int]:
     """Return a completion up to the token that ends it."""
     return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids)) + 1]
+
+
+def forward_autocasts(model: Any) -> bool:
+    """Return whether accelerate has wrapped the forward that `generate` calls in an autocast.
+
+    In an autocast around the whole generation it casts each weight once, not at each token, to the same bits. With
+    adapters the wrapped forward is PEFT's, which `generate` does not call.
+    """
+    return "_original_forward" in vars(causal_lm(model))
 
 
 def only_settings(model: Any, args: GRPOExtConfig) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -70,6 +71,8 @@ class Decoder:
         _set_up(start.machine)
         self.device, self.settings = start.machine.device, start.decoding
         self.model = built(start.model, self.device)
+        mixed = start.model.autocast
+        self.autocast = nullcontext() if mixed is None else torch.autocast(self.device.type, mixed)
 
     @torch.no_grad()
     def sample(self, request: SampleRequest, after_forward: Callable[..., None]) -> list[Sampled]:
@@ -86,7 +89,8 @@ class Decoder:
         blocks = [block for part in self.model.modules() if isinstance(part, nn.ModuleList) for block in part]
         hooks = [block.register_forward_hook(after_forward) for block in blocks]  # a long prompt takes a forward long
         try:
-            output = cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
+            with self.autocast:  # around the whole generation: it casts each weight once
+                output = cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -130,8 +134,6 @@ def built(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
     model.generation_config = spec.generation_config
     if spec.embedding_dtype is not None:
         _cast_head(model, spec.embedding_dtype)
-    if spec.autocast is not None:
-        model.forward = torch.autocast(device.type, spec.autocast)(model.forward)
     return model.eval()
 
 
