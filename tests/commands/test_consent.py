@@ -75,11 +75,10 @@ def commands(folder, recipe, tmp_path):
         "merge": ["merge", adapter, "--output", tmp_path / "merged"],
         "sample": ["sample", "--config", recipe, "--model", folder, "--output", tmp_path / "s.jsonl", "--num", "2"],
         "eval": ["eval", "--config", recipe, "--model", folder, "--limit", "1"],
-        "replay": ["replay", folder / "batches" / "step_1", "--model", folder / "checkpoint-1"],
     }
 
 
-@pytest.mark.parametrize("what", ["try", "try --compare", "merge", "sample", "eval", "replay"])
+@pytest.mark.parametrize("what", ["try", "try --compare", "merge", "sample", "eval"])
 def test_a_folders_code_runs_only_by_a_typed_word(what, stranger, recipe, trained, tmp_path, capsys):
     folder, mark = stranger
     shutil.copytree(trained / "sft", tmp_path / "adapter")
@@ -93,22 +92,6 @@ def test_a_folders_code_runs_only_by_a_typed_word(what, stranger, recipe, traine
     assert not mark.exists()
     assert command(*argv, "--trust_remote_code") == 0, capsys.readouterr().err
     assert mark.exists()
-
-
-def test_a_recorded_function_runs_only_by_a_typed_word(trained, tmp_path, capsys):
-    folder, mark = tmp_path / "run", tmp_path / "mark"
-    shutil.copytree(trained / "run", folder)
-    (folder / "own.py").write_text(MARK.format(mark=str(mark)) + "from grpo_ext.objective.advantages import group\n")
-    dump = folder / "batches" / "step_1" / "rank_0.pt"
-    content = torch.load(dump, weights_only=True)
-    content["settings"]["advantage_estimator"] = f"{folder}/own.py:group"
-    torch.save(content, dump)
-    argv = ["replay", dump.parent, "--model", trained / "base"]
-    assert command(*argv) == 2
-    assert "own.py:group': the recording asks to run this code" in capsys.readouterr().err
-    assert not mark.exists()
-    command(*argv, "--trust_remote_code")
-    assert mark.exists(), capsys.readouterr()
 
 
 def test_options_of_generate_that_name_code_are_left_out(trained, tmp_path):
@@ -170,13 +153,6 @@ def test_a_model_that_cannot_be_loaded_is_one_line(file, content, trained, tmp_p
     shutil.copytree(trained / "base", folder)
     (folder / file).write_text(content)
     assert command("try", folder, "--prompt", "a") == 2
-    assert capsys.readouterr().err.count("\n") == 2
-
-
-@pytest.mark.parametrize("content", [7, [], {"step": "x"}, {"step": 1, "format": 1}])
-def test_a_malformed_recording_is_one_line(content, tmp_path, capsys):
-    torch.save(content, tmp_path / "rank_0.pt")
-    assert command("replay", tmp_path) == 2
     assert capsys.readouterr().err.count("\n") == 2
 
 

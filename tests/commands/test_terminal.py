@@ -133,8 +133,6 @@ COMMANDS = {
     "report": (0, lambda p: [p.folder / "run"]),
     "diagnose": (1, lambda p: [p.folder / "run"]),
     "diagnose --json": (1, lambda p: [p.folder / "run"]),
-    "replay": (0, lambda p: [p.folder / "run" / "batches" / "step_1"]),
-    "replay ": (2, lambda p: [p.folder / "run" / "batches"]),  # two steps: which?
     "try --greedy": (0, lambda p: [p.folder / "run", "--prompt", PLANTED]),
     "try --compare": (0, lambda p: [p.folder / "run", "--prompt", PLANTED]),
     "merge": (2, lambda p: [p.folder / "run"]),

@@ -12,12 +12,11 @@ from transformers import (
 )
 
 from grpo_ext import ConfigError
-from grpo_ext.commands import replay
 from grpo_ext.packing.kept import KEPT, KeptSets
 from grpo_ext.rollout.kept_log import encoded_lists
 from grpo_ext.rollout.transformers_engine import GroupedEngine
 from grpo_ext.rollout.vllm.kept import returned_sets, sampled_first
-from grpo_ext.trainer.recording import whole
+from grpo_ext.trainer.recording import read
 from support import tiny
 from support.trainers import build, weights
 
@@ -99,15 +98,10 @@ PLAIN = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant",
 HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
-def test_recorded_batches_are_computed_again(tmp_path):
-    model = tiny.save(tmp_path / "model")
-    trainer = build(model, tmp_path / "run", record_batches=1, top_p=0.7, max_steps=1, save_strategy="no")
-    trainer.train()
-    contents = whole(tmp_path / "run" / "batches" / "step_1")
-    assert any(of_row.numel() for batch in contents[0]["micro_batches"] for of_row in batch[KEPT])
-    found = replay.compute(contents, model, {})
-    assert found.loss == pytest.approx(replay.recorded(contents)["loss"], rel=1e-5)
-    assert found.grad_norm == pytest.approx(trainer.state.log_history[0]["grad_norm"], rel=1e-5)
+def test_recorded_batches_hold_the_sets(tmp_path):
+    build(tiny.model(), tmp_path, record_batches=1, top_p=0.7, max_steps=1).train()
+    content = read(tmp_path / "batches" / "step_1" / "rank_0.pt")
+    assert any(of_row.numel() for batch in content["micro_batches"] for of_row in batch[KEPT])
 
 
 def test_a_trainer_with_tools_or_a_rollout_function_refuses_a_truncated_sampler(tmp_path):

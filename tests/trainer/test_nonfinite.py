@@ -14,7 +14,6 @@ from grpo_ext.trainer.findings import LARGEST_WEIGHT, BadTensor, ObservedBatch, 
 from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
 from grpo_ext.trainer.recording import read
 from support import poisoned, tiny
-from support.commands import command
 from support.dealt import dealing
 from support.trainers import build, scripted_rollout, weights
 
@@ -275,21 +274,6 @@ def test_logits_that_overflow_are_named_with_the_largest_weight(plays, model_pat
         NonFiniteError, match=r"no completion can be sampled\. Its largest weight is \S*e\+1., in model"
     ):
         trainer.train()
-
-
-@pytest.mark.parametrize("place", ["loss", "gradient", "logps", "reference"])
-def test_the_dump_of_a_bad_step_replays(place, model_path, tmp_path, capsys):
-    """Also where a figure of the replay is NaN, which the log has as None."""
-    if place == "reference":
-        trainer = poisoned.build(model_path, tmp_path, beta=0.1)
-        with torch.no_grad():
-            trainer.ref_model.get_output_embeddings().weight[0] = math.nan
-    else:
-        trainer = poisoned.build(model_path, tmp_path).arm(place)
-    with pytest.raises(NonFiniteError):
-        trainer.train()
-    step = 1 if place == "reference" else 2
-    assert command("replay", tmp_path / "failures" / f"step_{step}") == 0, capsys.readouterr().err
 
 
 def test_a_gradient_whose_parameter_is_known_comes_first():

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from grpo_ext import ConfigError
-from grpo_ext.commands import replay
 from grpo_ext.objective.sampler_correction import trl_rule
 from grpo_ext.trainer.diagnosis.rules import diagnose
-from grpo_ext.trainer.recording import whole
 from support import tiny
 from support.interrupted import without_clocks
 from support.mismatched import ROWS, RULES, NoServer, rollout, trained
@@ -93,25 +91,6 @@ def test_the_samplers_log_probabilities_are_the_ratios_denominator_without_anoth
     assert log["ratio/chi2"] > 0.1
     assert log["sampling/mismatch"] > 0.1
     assert "sampling/kept" not in log
-
-
-@pytest.mark.parametrize("skips", [True, False])
-def test_a_replay_shows_the_ratio_to_the_sampler(skips, model_path, tmp_path):
-    settings = {"record_batches": 1, "old_logps": "sampler", "loss_type": "grpo", "skip_zero_advantages": skips}
-    trained(tmp_path, model=model_path, **settings)
-    folder = tmp_path / "batches" / "step_1"
-    contents = whole(folder)
-    found = replay.compute(contents, model_path, {})
-    assert found.loss == pytest.approx(replay.recorded(contents)["loss"], rel=1e-5)
-    batches, terms = contents[0]["micro_batches"], iter(found.tokens)
-    for batch in batches:
-        for row, place in batch["completion_mask"].nonzero().tolist():
-            token, advantage = next(terms), batch["advantages"][row].item()
-            d = (batch["per_token_logps"] - batch["sampling_per_token_logps"])[row, place].item()
-            unknown = math.isnan(d) or (skips and advantage == 0)
-            assert token.ratio == pytest.approx(1.0 if unknown else math.exp(d), rel=1e-4)
-            cut = min(max(token.ratio, 0.8), 1.2)
-            assert token.term == pytest.approx(-min(token.ratio * advantage, cut * advantage), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{}, {"old_logps": "sampler"}], ids=["corrected", "old_logps"])

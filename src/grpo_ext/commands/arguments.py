@@ -72,7 +72,6 @@ COMMANDS = {
     "sample": Command(AFTER, "write completions with rewards, and pass rates of the prompts", keys=True),
     "merge": Command(AFTER, "merge an adapter into its base model"),
     "report": Command(AFTER, "write one HTML file about a run, or about several side by side"),
-    "replay": Command(AFTER, "compute a recorded step again, with any loss", keys=True),
     "diagnose": Command(AFTER, "list the likely problems of a run, with evidence and cure", module="report"),
     "recipes": Command(REFERENCE, "list the packaged recipes", module="lists"),
     "losses": Command(REFERENCE, "list the values of `loss_type`, with formula and paper", module="lists"),
@@ -144,11 +143,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "report": (
         Option("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run"),
         Option("--output", metavar="FILE", type=Path, help="default: report.html in RUN, or here for several"),
-    ),
-    "replay": (
-        Option("dump", type=Path, metavar="DUMP", help="folder of a step in a run's batches/ or failures/"),
-        Option("--model", metavar="RUN", help="weights (default: those at the beginning of the step)"),
-        Option("--output", metavar="FILE", type=Path, help="write all figures and tokens to this .json"),
     ),
     "diagnose": (
         Option("run", type=Path, metavar="RUN", help="output_dir of a run, finished or not"),

@@ -36,10 +36,7 @@ REMOVED = {
         "Set rollout_ahead: 1, which samples and scores a generation while the one before it trains.",
     ),
     "router_replay": ("it is gone: no engine's routes can be read yet", "Remove it."),
-    "replay_batches": (
-        "it is gone: a run trains on what it samples",
-        "Remove it; `grpo-ext replay` computes one recorded step again, under any loss.",
-    ),
+    "replay_batches": ("it is gone: a run trains on what it samples", "Remove it."),
 }
 """Settings of earlier versions of grpo-ext, with reason and cure."""
 

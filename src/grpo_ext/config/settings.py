@@ -12,7 +12,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, trainer_log_levels
 
-from grpo_ext.errors import ABSENT
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.combinations import combinations
@@ -48,9 +47,7 @@ class Setting:
         function: whether it may also name a function of the user's, `./file.py:name`.
         text: cure of a value that is not text, where that value as text would be wrong too.
         unused: why GRPO has no use for the setting; only its default is allowed.
-        replay: value in `grpo-ext replay`, which computes the loss of one step.
         change: what a change does to a run that resumes.
-        in_one_step: whether the loss of one recorded step depends on it, so that a replay may change it.
     """
 
     within: Within | None = None
@@ -58,19 +55,15 @@ class Setting:
     function: bool = False
     text: str = ""
     unused: str = ""
-    replay: object = ABSENT
     change: Change = Change.ANOTHER_RUN
-    in_one_step: bool = False
 
 
-def _group(
-    change: Change, *more: str | dict[str, Setting], in_one_step: bool = False, **rows: Setting
-) -> dict[str, Setting]:
+def _group(change: Change, *more: str | dict[str, Setting], **rows: Setting) -> dict[str, Setting]:
     """Return rows that share a kind of change; a name by itself is a setting that may have any value of its type."""
     every: dict[str, Setting] = {}
     for part in (*more, rows):
         every |= {part: Setting()} if isinstance(part, str) else part
-    return {name: replace(row, change=change, in_one_step=in_one_step) for name, row in every.items()}
+    return {name: replace(row, change=change) for name, row in every.items()}
 
 
 def _each(within: Within, *names: str) -> dict[str, Setting]:
@@ -119,7 +112,6 @@ SETTINGS: dict[str, Setting] = {
         loss_aggregation=Setting(choices=aggregations, function=True),
         top_entropy_quantile=Setting(_UNIT),
         old_logps=Setting(choices=("recomputed", "sampler")),
-        in_one_step=True,
     ),
     # The sampler's correction: a recorded batch has its weights.
     **_group(
@@ -140,16 +132,14 @@ SETTINGS: dict[str, Setting] = {
         num_generations=Setting(Within(least=2.0, because="a group baseline needs at least 2 completions per prompt")),
         pad_to_multiple_of=Setting(COUNT, choices=("auto",)),
         ref_model_mixup_alpha=Setting(_UNIT),
-        in_one_step=True,
     ),
     **_group(
         Change.ROUNDING,
         *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
         micro_batch_tokens=Setting(COUNT),
         shared_prefix=Setting(choices=("auto", "true", "false", True, False)),
-        in_one_step=True,
     ),
-    **_group(Change.NOTHING, "trust_remote_code", in_one_step=True),
+    **_group(Change.NOTHING, "trust_remote_code"),
     # Rollouts.
     **_group(
         Change.ANOTHER_RUN,
@@ -161,14 +151,12 @@ SETTINGS: dict[str, Setting] = {
         top_k=Setting(Within(least=0.0, because="0 switches it off")),
         min_p=Setting(Within(least=0.0, below=1.0, because=f"at 1 {GREEDY}")),
         repetition_penalty=Setting(_POSITIVE),
-        generation_kwargs=Setting(replay=None),
+        generation_kwargs=Setting(),
         rollout_engine=Setting(choices=("auto", "grouped", "generate", "process")),
-        rollout_ahead=Setting(NOT_NEGATIVE, replay=0),
-        dynamic_sampling=Setting(
-            text="Write reward, or the name of one of the rewards, or leave it out.", replay=None
-        ),
+        rollout_ahead=Setting(NOT_NEGATIVE),
+        dynamic_sampling=Setting(text="Write reward, or the name of one of the rewards, or leave it out."),
         completion_length_counts=Setting(choices=("all", "policy")),
-        use_vllm=Setting(replay=False),
+        use_vllm=Setting(),
         vllm_mode=Setting(choices=("server", "colocate")),
         vllm_model_impl=Setting(choices=("vllm", "transformers")),
         vllm_dtype=Setting(choices=("auto", "float32", "bfloat16", "float16")),
@@ -200,9 +188,9 @@ SETTINGS: dict[str, Setting] = {
         *("shuffle_dataset", "dataloader_drop_last", "dataloader_in_order", "ignore_data_skip"),
         *("auto_find_batch_size", "remove_unused_columns"),
         _each(_SEED, "seed", "data_seed"),
-        generation_batch_size=Setting(COUNT, replay=None),
-        num_iterations=Setting(COUNT, replay=1),
-        reward_weights=Setting(replay=None),
+        generation_batch_size=Setting(COUNT),
+        num_iterations=Setting(COUNT),
+        reward_weights=Setting(),
         label_smoothing_factor=Setting(unused="GRPO has no labels to smooth"),
         label_names=Setting(unused="GRPO has no labels"),
         train_sampling_strategy=Setting(unused="the sampler keeps the completions of a prompt together"),
@@ -216,17 +204,17 @@ SETTINGS: dict[str, Setting] = {
         dataloader_multiprocessing_context=Setting(choices=("fork", "spawn", "forkserver")),
     ),
     # The optimizer and its schedule.
-    **_group(Change.LENGTH, max_steps=Setting(replay=1), num_train_epochs=Setting(_POSITIVE)),
+    **_group(Change.LENGTH, max_steps=Setting(), num_train_epochs=Setting(_POSITIVE)),
     **_group(
         Change.ANOTHER_RUN,
         *("optim_target_modules", "optim_args", "lr_scheduler_kwargs", "average_tokens_across_devices"),
         _each(NOT_NEGATIVE, "warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha"),
         _each(BELOW_ONE, "adam_beta1", "adam_beta2"),
-        optim=Setting(choices=_values(OptimizerNames), replay="sgd"),
-        learning_rate=Setting(NOT_NEGATIVE, replay=0.0),
-        lr_scheduler_type=Setting(choices=_values(SchedulerType), replay="constant"),
+        optim=Setting(choices=_values(OptimizerNames)),
+        learning_rate=Setting(NOT_NEGATIVE),
+        lr_scheduler_type=Setting(choices=_values(SchedulerType)),
         adam_epsilon=Setting(_POSITIVE),
-        sync_ref_model=Setting(replay=False),
+        sync_ref_model=Setting(),
     ),
     **_group(Change.NOTHING, on_nonfinite=Setting(choices=("stop", "skip"))),
     # The model, its engines and the machine.
@@ -258,14 +246,14 @@ SETTINGS: dict[str, Setting] = {
         *("log_on_each_node", "log_unique_prompts", "logging_first_step", "logging_nan_inf_filter"),
         *("project", "run_name"),
         *("trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
-        disable_tqdm=Setting(replay=True),
+        disable_tqdm=Setting(),
         log_level=Setting(choices=tuple(trainer_log_levels)),
         log_level_replica=Setting(choices=tuple(trainer_log_levels)),
         logging_strategy=Setting(choices=_INTERVALS),
-        logging_steps=Setting(NOT_NEGATIVE, replay=1),
+        logging_steps=Setting(NOT_NEGATIVE),
         num_completions_to_print=Setting(NOT_NEGATIVE),  # at 0 only the files are written
         record_batches=Setting(NOT_NEGATIVE),
-        report_to=Setting(choices=(*INTEGRATION_TO_CALLBACK, "all", "none"), replay="none"),
+        report_to=Setting(choices=(*INTEGRATION_TO_CALLBACK, "all", "none")),
     ),
     # Evaluation.
     **_group(
@@ -287,7 +275,7 @@ SETTINGS: dict[str, Setting] = {
         *("push_to_hub", "output_dir", "push_to_hub_revision", "resume_from_checkpoint"),
         *("save_on_each_node", "save_only_model"),
         hub_strategy=Setting(choices=_values(HubStrategy)),
-        save_strategy=Setting(choices=_values(SaveStrategy), replay="no"),
+        save_strategy=Setting(choices=_values(SaveStrategy)),
         save_steps=Setting(NOT_NEGATIVE),
         save_total_limit=Setting(COUNT),
     ),
@@ -304,11 +292,6 @@ def change_of(name: str) -> Change:
     if name.startswith("version.") or name.endswith(REWARD_OPERATION):
         return Change.NOTHING
     return SETTINGS.get(name, Setting()).change
-
-
-def values_of_replay() -> dict[str, object]:
-    """Return the values of the settings that `grpo-ext replay` fixes."""
-    return {name: row.replay for name, row in SETTINGS.items() if row.replay is not ABSENT}
 
 
 def settings_changed_by(*changes: Change) -> frozenset[str]:

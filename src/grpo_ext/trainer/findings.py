@@ -39,9 +39,9 @@ NAMES = {
 }
 HOW_TO_LOOK = """\
 Batches of optimizer step {step}, in which NaN or inf was found; one file for each rank. Weights and optimizer were not
-touched. `grpo-ext replay` on this folder computes the step again, under any loss. torch.load("rank_0.pt") has
-`findings`, the first bad tensor of the rank, with `micro_batches` and `parameters` whose gradient was not finite; or
-`rewards`, with prompts and completions, where a reward returned it.
+touched. torch.load("rank_0.pt") has `findings`, the first bad tensor of the rank, with `micro_batches` as the loss saw
+them and `parameters` whose gradient was not finite; or `rewards`, with prompts and completions, where a reward
+returned it.
 """
 
 

@@ -87,8 +87,6 @@ class GRPOExtTrainer(Lifecycle):
     """
 
     _tag_names = ["trl", "grpo", "grpo-ext"]  # noqa: RUF012 (TRL's own declaration)
-    _needs_reference = True
-    """False where the batches bring the log-probabilities of the reference."""
     _entropy_window_stats: Any
     num_generations: Any
     num_generations_eval: Any
@@ -157,7 +155,7 @@ class GRPOExtTrainer(Lifecycle):
         model, args = ready.model, ready.args
         self.objective, self.acting = args.objective, None
         accept_numbered_cpu()
-        reference = reference_from(model, args, peft_config, needed=self._needs_reference)
+        reference = reference_from(model, args, peft_config)
         with reference, with_our_generation(args):
             super().__init__(
                 model,
@@ -208,7 +206,7 @@ class GRPOExtTrainer(Lifecycle):
 
     def _set_up_reference(self) -> None:
         """Keep the weights that an adapter begins with, which are its reference."""
-        if not (self.args.beta and self._needs_reference):
+        if not self.args.beta:
             return
         self.beta = self.args.beta
         if isinstance(self.model, PeftModel):

@@ -1,7 +1,4 @@
-"""Record the batches of a run as the loss saw them: one file for each step and process, every N steps or at a NaN.
-
-A recording is enough to compute the step's loss and gradient again, by `grpo-ext replay`.
-"""
+"""Record the batches of a run as the loss saw them: one file for each step and process, every N steps or at a NaN."""
 
 import logging
 import os
@@ -264,36 +261,6 @@ def ranks_in(folder: Path) -> list[Path]:
     """Return the files of a step, by rank."""
     found = {int(m[1]): path for path in folder.glob("rank_*.pt") if (m := _RANK.fullmatch(path.name))}
     return [path for _, path in sorted(found.items())]
-
-
-def whole(folder: Path) -> list[Content]:
-    """Read all processes' parts of a step.
-
-    Raises:
-        ConfigError: one is missing or damaged.
-    """
-    contents = [read(path) for path in ranks_in(folder)]
-    if not contents:
-        raise refusal(folder, "it holds no recorded batch (rank_0.pt)", "Name a step's folder.")
-    missing = sorted(set(range(contents[0]["processes"])) - {content["rank"] for content in contents})
-    if missing and any("micro_batches" in content for content in contents):
-        count = contents[0]["processes"]
-        reason = f"it lacks rank_{missing[0]}.pt: {count} processes have recorded, each on its own disk perhaps"
-        raise refusal(folder, reason, "Bring their files together.")
-    return contents
-
-
-def micro_batches(contents: Sequence[Content]) -> list[dict[str, Any]]:
-    """Return all processes' micro-batches of a step, as they were recorded.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    kept = [batch for content in contents for batch in content.get("micro_batches", [])]
-    if not kept:
-        reason = "this dump holds the completions to which a reward gave NaN or inf, from before the batch was formed"
-        raise refusal(f"Step {contents[0]['step']}", reason, "Look at its `rewards` with torch.load.")
-    return kept
 
 
 def refusal(place: object, reason: str, cure: str) -> ConfigError:

@@ -214,14 +214,12 @@ def policy(model: Model) -> Model:
     return str(ensure_once(model)) if isinstance(model, str) and model in LESSONS else model
 
 
-def reference_from(
-    model: Model, args: GRPOExtConfig, peft_config: object, *, needed: bool
-) -> AbstractContextManager[None]:
+def reference_from(model: Model, args: GRPOExtConfig, peft_config: object) -> AbstractContextManager[None]:
     """Make TRL copy the reference from a policy given as an instance; it would load it from disk by name.
 
     Of an adapter it makes none: `add_adapter` would run the adapter's initialisation again, on the policy's base.
     """
-    if not needed or isinstance(model, PeftModel):
+    if isinstance(model, PeftModel):
         return temporarily(args, beta=0.0)
     if not isinstance(model, PreTrainedModel) or args.beta == 0.0 or peft_config is not None:
         return nullcontext()

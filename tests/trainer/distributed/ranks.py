@@ -312,16 +312,6 @@ SAMPLED = {"rollout": scripted_rollout}, {"top_p": 0.7, "temperature": 1.2}
 """Where completions come from: a script, or a truncated sampler."""
 
 
-def replay(model: str, folder: str, truncated: str = "") -> None:
-    """Record a run, and write its log."""
-    make_fsdp_real()
-    trainer = build(model, Path(folder) / "run", rows=64, **SAMPLED[bool(truncated)], **RECORDED)
-    trainer.train()
-    if PartialState().is_main_process:
-        log = [row for row in trainer.state.log_history if "loss" in row]
-        (Path(folder) / "log.json").write_text(json.dumps(log))
-
-
 # Dynamic sampling.
 
 

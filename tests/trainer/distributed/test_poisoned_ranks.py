@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from support import poisoned, tiny
-from support.commands import command
 from support.processes import CONFIG, run_forked
 
 pytestmark = pytest.mark.slow
@@ -50,15 +49,6 @@ def test_both_stop_before_the_step_and_say_the_same(place, step, outcomes):
     assert kept == ({"rank_1.pt"} if place == "rewards" else {"rank_0.pt", "rank_1.pt"})
     value = torch.load(folder / name / "failures" / f"step_{at}" / "rank_1.pt")["findings"][0]["value"]
     assert value == ("inf" if place == "rewards" else "nan")
-
-
-@pytest.mark.parametrize("place", poisoned.PLACES)
-def test_the_dump_of_two_ranks_replays(place, outcomes, capsys):
-    step = 1 if place == "rewards" else 2
-    code = command("replay", outcomes[0] / f"{place}-stop-2" / "failures" / f"step_{step}")
-    shown = capsys.readouterr()
-    assert code == (2 if place == "rewards" else 0), shown.err
-    assert ("from before the batch was formed" in shown.err) == (place == "rewards")
 
 
 @pytest.mark.parametrize("step", [2, 4])
