@@ -36,11 +36,17 @@ SECONDS = 2.0  # of the processor, for 100 kB, so that a busy machine fails noth
 RATIO = 3.2  # of the time for 100 kB to that for 50 kB: 2 is linear, 4 quadratic
 NOTICEABLE = 0.2  # seconds; a shorter time is noise, with the clock of a busy machine
 SHORTER = 8  # by so much are the texts shorter of which the three slowest are found
-MOST = 150  # texts of each kind for one reader
+MOST = 40  # texts of each kind for one reader
 LONGEST = 60  # characters of a fragment
 
 OPENINGS = ["", "<think>\n", "<think>a</think><answer>", "answer is ", "\\boxed{", "```json\n", '["']
-COMMON = ["\n", " ", "a", "1", "é", "\u0300\u0316", "<answer>", "</answer>", "</think>", "{", "[", "\\boxed{", "```"]
+COMMON = [
+    "\n", " ", "\t \n", "<think>", "</think>", "<answer>", "</answer>", "<answer>\n", "`", "```", "```a\n",
+    "```json\n", "#", "####", "#### 1 ", "{", "[", "}", "{}", "^{", "\\", "\\boxed{", "\\text{}", "\\frac{1}",
+    "\\log_2 ", "\\(", "\\[", "\\\\($", "\\\\[$", "\\, ", "$", "$$", "$ ", "*", "**", "* ", "_", "9", "1", "1 ", "1,",
+    "1.", "1/", "1-", "-", "-> ", "= ", "(", "1(", "<<", "<<>> ", "°", "é", "\u0300\u0316", "a", "a ", "word ",
+    "answer", "answer is ", "option ", "Score:", "not ", "or ", "1 or ", ",not 1", "Step 1", "!",
+]  # fmt: skip
 JUDGE = partial(re.findall, remote.JUDGE_PATTERN)
 SCHEMAS = {
     "object": {"type": "object"},
@@ -81,7 +87,6 @@ READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
         scored("accuracy"),
         (math_answers, math_copies, math_languages, math_marks, math_notation, math_numerals),
     ),
-    "cosine_length": (scored("cosine_length", max_length=9), (math_marks,)),
     "think_format_reward": (scored("think_format_reward"), (texts,)),
     "accuracy_reward": (scored("accuracy_reward"), (math_marks,)),
     "reasoning_accuracy_reward": (scored("reasoning_accuracy_reward"), (math_marks,)),
@@ -93,7 +98,11 @@ READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
     "guess": (lambda text: guess.Guess().step({"role": "assistant", "content": text}), (guess,)),
 }
 COUNT_TOKENS = {"soft_overlong", "length_penalty", "get_soft_overlong_punishment"}
-READ_ELSEWHERE = {"reasoning_gym": "by answer_block and the task's verifier", "reward_model": "by a model"}
+READ_ELSEWHERE = {
+    "reasoning_gym": "by answer_block and the task's verifier",
+    "reward_model": "by a model",
+    "cosine_length": "by accuracy",
+}
 
 
 def fragments(source: object) -> list[str]:
@@ -165,19 +174,20 @@ def seconds(read: Callable[[str], object], text: str) -> float:
 
 
 def hostile(read: Callable[[str], object], sources: tuple, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return openings and what is repeated behind them: literals of the reader's patterns, alone and in pairs."""
+    """Return openings and what is repeated behind them: what is common, literals of the reader's patterns, pairs."""
     compiled: list[str] = []
     with monkeypatch.context() as patch:  # patterns that are made while it reads
         patch.setattr(
             re, "compile", lambda pattern, flags=0, real=re.compile: compiled.append(pattern) or real(pattern, flags)
         )
         read("<think>\n\n</think>\n<answer>\n72\n</answer>")
-    found = list(dict.fromkeys([*COMMON, *(fragment for source in sources for fragment in fragments(source))]))
+    literals = list(dict.fromkeys(fragment for source in sources for fragment in fragments(source)))
     own = list(product(OPENINGS, (run for pattern in compiled for run in runs(pieces_of(pattern)))))
     draw = random.Random(0)
-    single = list(product(OPENINGS, found))
+    single, found = list(product(OPENINGS, literals)), COMMON + literals
+    common = [(draw.choice(OPENINGS), piece) for piece in COMMON]
     pairs = [(draw.choice(OPENINGS), draw.choice(found) + draw.choice(found)) for _ in range(MOST)]
-    return [text for kind in (own, single) for text in draw.sample(kind, min(MOST, len(kind)))] + pairs
+    return [text for kind in (own, single) for text in draw.sample(kind, min(MOST, len(kind)))] + common + pairs
 
 
 def repeated(opening: str, piece: str, length: int) -> str:

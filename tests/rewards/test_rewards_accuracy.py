@@ -256,6 +256,16 @@ def test_hostile_texts_are_wrong_quickly(text):
     assert set(accuracy(["72", GOLDS[1]], [text] * 2)) <= {0.0, None}
 
 
+@pytest.mark.parametrize("formula", [r"\int_0^1 x^{x^{x^x}} dx", r"\binom{10^9}{5\cdot 10^8}"])
+def test_a_formula_that_takes_forever_is_given_up(formula, monkeypatch):
+    monkeypatch.setattr(math_equality, "TIME_LIMIT", 1)
+    logged, counted = {}, {}
+    logs = {"log_extra": logged.__setitem__, "log_metric": counted.__setitem__}
+    assert accuracy([rf"\boxed{{{formula}}}", r"\boxed{72}"], ["72", "72"], **logs) == [0.0, 1.0]
+    assert logged["answer_parsed"] == ["[time limit]", "72"]
+    assert counted == {"accuracy/out_of_time": 1}
+
+
 def test_perturbed_solutions_of_gsm8k_score_zero(gsm8k):
     lines = (gsm8k / "train.jsonl").read_text(encoding="utf-8").splitlines()
     full = [json.loads(line)["answer"] for line in random.Random(0).sample(lines, 500)]
