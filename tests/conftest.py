@@ -11,6 +11,7 @@ from jaxtyping import install_import_hook
 
 install_import_hook(["grpo_ext.registry", "grpo_ext.objective"], "beartype.beartype")
 
+import functools
 import gc
 import signal
 import warnings
@@ -100,6 +101,20 @@ def quickstart_model(tmp_path_factory) -> str:
     from grpo_ext.quickstart.model import ensure_model
 
     return str(ensure_model(directory=tmp_path_factory.mktemp("cache"), steps=2))
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Let `quickstart/addition` have 64 rows in this process, where it has 7,979."""
+    from grpo_ext.quickstart import task
+
+    load = task.load
+
+    @functools.wraps(load)
+    def few(**options):
+        return load(**{"size": 64, "eval_size": 16} | options)
+
+    monkeypatch.setattr(task, "load", few)
 
 
 @pytest.fixture
