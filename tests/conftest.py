@@ -1,17 +1,21 @@
 """Shared by all tests: one thread, no hub, shapes checked at call time, and a tiny real model."""
 
+import functools
 import os
+from importlib import metadata
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+metadata.metadata, metadata.version = map(
+    functools.cache, (metadata.metadata, metadata.version)
+)  # read by each trainer
 
 from jaxtyping import install_import_hook
 
 install_import_hook(["grpo_ext.registry", "grpo_ext.objective"], "beartype.beartype")
 
-import functools
 import gc
 import signal
 import warnings

@@ -24,6 +24,7 @@ from grpo_ext.rollout.seeing import each_alone
 from support import chat_templates as chat
 from support import seeing, tiny
 
+pytestmark = pytest.mark.usefixtures("few_rows")
 ASKED = {"role": "user", "content": "Is <b>2 < 3</b>? End with </s> or [INST]-like marks, please: $x_{1}$ | <x>"}
 PLAIN = {"role": "user", "content": "What is 2 + 3?"}
 SYSTEM, SAID = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "It is 5."}

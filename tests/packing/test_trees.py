@@ -115,7 +115,7 @@ def test_every_loss_has_one_gradient_whatever_rows_a_trajectory_takes():
     for values in ways.values():
         assert (values - known)[live].abs().max() < 1e-12
     plain = ways.pop("plain rows")
-    for (name, settings), way in zip(LOSSES, cycle(ways)):  # noqa: B905
+    for (name, settings), way in zip(LOSSES, cycle(ways)):
         settled = objective(name, **settings)
         expected = gradient(settled, model, plain, known, given)
         assert expected.norm() > 1e-3, name

@@ -169,12 +169,10 @@ def test_answers_as_written(text, gold, expected):
     assert accuracy(completions=[text], solution=[gold]) == [expected]
 
 
-@pytest.mark.parametrize(
-    "mark", ["<answer>{}</answer>", r"\boxed{{{}}}", "<think>1 or 2</think>\n<answer>\n{}\n</answer>"]
-)
 @pytest.mark.parametrize(("text", "gold", "expected"), MARKED_TOO)
-def test_the_same_answers_marked(mark, text, gold, expected):
-    assert accuracy(completions=[mark.format(text)], solution=[gold]) == [expected]
+def test_the_same_answers_marked(text, gold, expected):
+    marks = ("<answer>{}</answer>", r"\boxed{{{}}}", "<think>1 or 2</think>\n<answer>\n{}\n</answer>")
+    assert accuracy(completions=[mark.format(text) for mark in marks], solution=[gold] * 3) == [expected] * 3
 
 
 @pytest.mark.parametrize(

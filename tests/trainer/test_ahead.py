@@ -119,7 +119,7 @@ def often_silent(completions, **_):
 CASES = {
     "plain": {},
     "several steps a generation": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 9},
-    "a generation used twice": {"num_iterations": 2, "max_steps": 11},
+    "a generation used twice": {"num_iterations": 2, "max_steps": 9},
     "the KL penalty, tokens masked, sequences rejected": {
         "beta": 0.1,
         **tiny.MOVING_REFERENCE,
@@ -129,8 +129,8 @@ CASES = {
         ],
     },
     "an adapter": {"peft": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)},
-    "environments": {"plays": True, "max_completion_length": 12},
-    "dynamic sampling": {"dynamic_sampling": "reward", "rewards": [often_silent]},
+    "environments": {"plays": True, "max_completion_length": 12, "max_steps": 5},
+    "dynamic sampling": {"dynamic_sampling": "reward", "rewards": [often_silent], "max_steps": 5},
     "the sampler's old log-probabilities": {"old_logps": "sampler"},
     "evaluation in between": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
     "epochs": {"max_steps": -1, "num_train_epochs": 2},
