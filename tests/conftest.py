@@ -1,11 +1,16 @@
 """Shared by all tests: one thread, no hub, shapes checked at call time, and a tiny real model."""
 
+import functools
 import os
+from importlib import metadata
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+metadata.metadata, metadata.version = map(
+    functools.cache, (metadata.metadata, metadata.version)
+)  # read by each trainer
 
 from jaxtyping import install_import_hook
 
@@ -100,6 +105,20 @@ def quickstart_model(tmp_path_factory) -> str:
     from grpo_ext.quickstart.model import ensure_model
 
     return str(ensure_model(directory=tmp_path_factory.mktemp("cache"), steps=2))
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Let `quickstart/addition` have 64 rows in this process, where it has 7,979."""
+    from grpo_ext.quickstart import task
+
+    load = task.load
+
+    @functools.wraps(load)
+    def few(**options):
+        return load(**{"size": 64, "eval_size": 16} | options)
+
+    monkeypatch.setattr(task, "load", few)
 
 
 @pytest.fixture

@@ -201,14 +201,13 @@ def test_a_merged_model_with_other_logits_is_deleted(dtype, tmp_path):
 # Sampled.
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_samples_are_scored_and_their_prompts_train(suffix, chat, project, tmp_path, capsys):
+def test_samples_are_scored_and_their_prompts_train(chat, project, tmp_path, capsys):
     lines = [{"problem": f"{c}{i}:", "answer": f"x #### {i}"} for i, c in enumerate("abcdefgh")]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     settings = SETTINGS | {"dataset_name": str(data), "answer_format": "gsm8k", "save_strategy": "no"}
     argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", **settings)
-    file = tmp_path / f"out.{suffix}"
+    file = tmp_path / "out.parquet"
     of_two = settings | {"num_processes": 2, "per_device_train_batch_size": 2}  # which one process could not train
     launched = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "two", **of_two)
     asked = ("sample", *launched, "--model", project / "chat", "--num", "3", "--output", file, "--pass_by", "s")
@@ -225,7 +224,7 @@ def test_samples_are_scored_and_their_prompts_train(suffix, chat, project, tmp_p
     assert rows[0]["prompt"][0] == {"role": "system", "content": "be brief."}
 
     rates = [sum(spread[i : i + 3]) / 3 for i in range(0, 24, 3)]
-    prompts = str(tmp_path / f"out_prompts.{suffix}")
+    prompts = str(tmp_path / "out_prompts.parquet")
     middle = (min(rates) + max(rates)) / 2
     trained = load_recipe([*argv, "--dataset_name", prompts, "--min_pass_rate", str(middle), "--output_dir", "x"])
     kept, _ = datasets_of(trained, None)
@@ -234,15 +233,14 @@ def test_samples_are_scored_and_their_prompts_train(suffix, chat, project, tmp_p
     assert [row["prompt"] for row in kept] == [rows[3 * i]["prompt"] for i in above]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_conversations_with_an_environment_are_sampled(suffix, project, tmp_path, capsys):
+def test_conversations_with_an_environment_are_sampled(project, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(f'{{"problem": "{i}:", "answer": "{i}"}}\n' for i in range(1, 9)))
     played = {"reward_funcs": None, "environments": [{"name": "guess", "kwargs": {"high": 9, "guesses": 2}}]}
     whole = {"top_k": 0, "generation_kwargs": None}  # environments do not pass on what a truncated sampler kept
     settings = SETTINGS | played | whole | {"dataset_name": str(data), "max_completion_length": 60}
     argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", **settings)
-    file = tmp_path / f"out.{suffix}"
+    file = tmp_path / "out.jsonl"
     assert command("sample", *argv, "--num", "2", "--output", file) == 0
     assert "the mean of environment" in capsys.readouterr().out
     rows = read_completions(file)

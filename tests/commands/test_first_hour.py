@@ -19,6 +19,7 @@ from grpo_ext.trainer.signals import Signals, signals
 from support.commands import command
 from support.trainers import build
 
+pytestmark = pytest.mark.usefixtures("few_rows")
 CPU = {"use_cpu": True, "bf16": False}
 
 

@@ -52,16 +52,13 @@ def recipe(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("kind", ["mixture", "stream"])
-def test_a_stopped_run_ends_at_the_same_bits(kind, recipe, tmp_path):
+@pytest.mark.parametrize(("kind", "step"), [("mixture", 4), ("stream", 1)])
+def test_a_stopped_run_ends_at_the_same_bits(kind, step, recipe, tmp_path):
     whole = train(load_recipe(recipe(kind, "whole")))
     assert all(row["grad_norm"] > 0 for row in whole.state.log_history if "grad_norm" in row)
-    for step in (1, 4):
-        (tmp_path / f"stopped{step}").mkdir()
-        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", tmp_path / f"stopped{step}" / f"checkpoint-{step}")
-        resumed = train(load_recipe(recipe(kind, f"stopped{step}")))
-        assert logged(resumed) == logged(whole)
-        assert torch.equal(weights(resumed.model), weights(whole.model))
+    (tmp_path / "stopped").mkdir()
+    shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", tmp_path / "stopped" / f"checkpoint-{step}")
+    assert same(train(load_recipe(recipe(kind, "stopped"))), whole)
 
 
 def same(a, b) -> bool:
@@ -92,14 +89,13 @@ def test_a_run_resumed_from_an_earlier_checkpoint_keeps_it(limit, recipe, tmp_pa
     assert same(resumed, whole)
 
 
-@pytest.mark.parametrize("asked", ["never", "a checkpoint"])
-def test_a_requeued_job_finishes(asked, recipe, tmp_path, monkeypatch, capsys):
+def test_a_requeued_job_finishes(recipe, tmp_path, monkeypatch, capsys):
     """SLURM starts the same command again on 75; rotation deletes the checkpoint that the command names."""
     whole = train(load_recipe(recipe("mixture", "run")))
     argv = recipe("mixture", "run", save_total_limit=1)
-    argv += ["--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2") if asked == "a checkpoint" else asked]
-    monkeypatch.setenv("TOLD_IN_STEP", "1 3 5")
-    for _ in range(2 if asked == "a checkpoint" else 3):
+    argv += ["--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2")]
+    monkeypatch.setenv("TOLD_IN_STEP", "3 5")
+    for _ in range(2):
         with pytest.raises(RunInterrupted) as stopped:
             train(load_recipe(argv))
         assert stopped.value.code == NOT_FINISHED

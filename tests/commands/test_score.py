@@ -25,6 +25,7 @@ from grpo_ext.train import train
 from support import tiny
 from support.commands import command
 
+pytestmark = pytest.mark.usefixtures("few_rows")
 ROWS = [
     {"prompt": "1+1=", "completion": "<think>\nx\n</think>\n<answer>\n2\n</answer>", "solution": "2"},
     {"prompt": "2+2=", "completion": "<answer>4</answer>", "solution": "4"},

@@ -13,6 +13,8 @@ from grpo_ext.train import train
 from grpo_ext.trainer.output_lock import LOCK_FILE
 from support import tiny
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):

@@ -125,12 +125,6 @@ def test_a_folder_of_save_to_disk(tmp_path, streaming):
         load_datasets(str(tmp_path / "both"), DataConfig(), train_split="tran", eval_needed=False)
 
 
-def test_a_slice_of_a_split(tmp_path):
-    name = write_jsonl(tmp_path / "data.jsonl", ROWS)
-    train, _ = load_datasets(name, DataConfig(), train_split="train[2:5]", eval_needed=False)
-    assert list(train["prompt"]) == expected(ROWS[2:5])
-
-
 def test_csv_keeps_answers_as_they_are_written(tmp_path):
     name = write(tmp_path / "a.csv", "question,answer,score", "q,007,1", "None,010,", '"a,\nb",1e5,3')
     train, _ = load(name, answer_column="answer")
@@ -190,21 +184,17 @@ def test_not_utf8_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("message", "reason"),
+    ("prompt", "reason"),
     [
-        ({"content": "x"}, "message 1 has no 'role'"),
-        ({"role": "user"}, "message 1 (user) has no 'content'"),
-        ("hello", "message 1 is 'hello'"),
+        ([{"content": "x"}], "message 1 has no 'role'"),
+        ([{"role": "user"}], "message 1 (user) has no 'content'"),
+        (["hello"], "message 1 is 'hello'"),
+        (3, "3 is neither text nor a list of messages"),
     ],
 )
-def test_a_bad_message_is_named(tmp_path, message, reason):
-    name = write_jsonl(tmp_path / "m.jsonl", [{"prompt": [message]}])
+def test_a_bad_prompt_is_named(tmp_path, prompt, reason):
+    name = write_jsonl(tmp_path / "m.jsonl", [{"prompt": prompt}])
     assert f"{name}, line 1, column 'prompt': {reason}" in refusal(name)
-
-
-def test_a_number_is_no_prompt(tmp_path):
-    name = write_jsonl(tmp_path / "m.jsonl", [{"prompt": 3}])
-    assert f"{name}, line 1, column 'prompt': 3 is neither text nor a list of messages" in refusal(name)
 
 
 def test_csv_lines_are_those_of_the_file(tmp_path):
@@ -336,30 +326,21 @@ def test_gaps_in_an_answer_column_nobody_named_stay_gaps():
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("read", "text", "answer"),
     [
-        ("6*7 = 42\n#### 42", "42"),
-        ("#### 1 #### 1,080 ", "1080"),
-        ("#### -1,234,567.5", "-1234567.5"),
-        ("#### 1,2", "1,2"),
-        ("#### yes, 3", "yes, 3"),
+        (gsm8k_answer, "6*7 = 42\n#### 42", "42"),
+        (gsm8k_answer, "#### 1 #### 1,080 ", "1080"),
+        (gsm8k_answer, "#### -1,234,567.5", "-1234567.5"),
+        (gsm8k_answer, "#### 1,2", "1,2"),
+        (gsm8k_answer, "#### yes, 3", "yes, 3"),
+        (boxed_answer, r"so \boxed{4}.", "4"),
+        (boxed_answer, r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (boxed_answer, r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (boxed_answer, r"\boxed{ \left\{x\right. }", r"\left\{x\right."),
     ],
 )
-def test_gsm8k_answers(text, answer):
-    assert gsm8k_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{4}.", "4"),
-        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{ \left\{x\right. }", r"\left\{x\right."),
-    ],
-)
-def test_boxed_answers(text, answer):
-    assert boxed_answer(text) == answer
+def test_answers_are_read_by_their_format(read, text, answer):
+    assert read(text) == answer
 
 
 @given(

@@ -16,7 +16,6 @@ from grpo_ext.data.pictures import as_read, with_pictures
 from grpo_ext.data.prepare import prepare
 from grpo_ext.data.prompts import PromptLook, unseen_layout
 from grpo_ext.errors import ConfigError, DataError
-from grpo_ext.recipe.files import packaged_recipes
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rewards.composition import parse_rewards
@@ -25,6 +24,7 @@ from grpo_ext.rollout.seeing import each_alone
 from support import chat_templates as chat
 from support import seeing, tiny
 
+pytestmark = pytest.mark.usefixtures("few_rows")
 ASKED = {"role": "user", "content": "Is <b>2 < 3</b>? End with </s> or [INST]-like marks, please: $x_{1}$ | <x>"}
 PLAIN = {"role": "user", "content": "What is 2 + 3?"}
 SYSTEM, SAID = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "It is 5."}
@@ -32,7 +32,6 @@ TEXT = [{"type": "text", "text": "What is it?"}]
 PICTURED, LINKED = (
     {"type": kind, **more} for kind, more in (("image", {}), ("image_url", {"image_url": {"url": "u"}}))
 )
-OPENING = [name for name in chat.NAMES if template_opens(chat.tokenizer(name), {})]
 
 
 def looked(tokenizer, *prompts, options=None, played=False, **columns):
@@ -135,8 +134,9 @@ AFTER = "2 + 3\n</think>\n<answer>\n5\n</answer>"
 
 
 def test_a_layout_counts_the_tag_that_the_template_has_opened():
-    assert {"deepseek_r1_distill", "qwen3_5_think", "nemotron_3_nano"} <= set(OPENING)
-    assert not {"qwen3", "qwen2_5", "qwen3_5_nothink"} & set(OPENING)
+    opened = ("deepseek_r1_distill", "qwen3_5_think", "nemotron_3_nano")
+    for name in (*opened, "qwen3", "qwen2_5", "qwen3_5_nothink"):
+        assert bool(template_opens(chat.tokenizer(name), {})) == (name in opened), name
     assert template_opens(chat.tokenizer("qwen3_5_think"), {"enable_thinking": False}) == ""
     for reward in ("format", "tags", "think_format_reward", "accuracy"):
         for completion in (AFTER, "<think>\n" + AFTER):
@@ -334,7 +334,7 @@ def test_a_mixture_is_looked_at_too(tmp_path):
         load_recipe(argv, Look())
 
 
-@pytest.mark.parametrize("name", packaged_recipes())
+@pytest.mark.parametrize("name", ["quickstart/grpo", "quickstart/guess", "quickstart/colours"])
 def test_packaged_recipes_raise_no_alarm(name):
     look, problems = Look(), []
     try:

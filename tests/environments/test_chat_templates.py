@@ -12,7 +12,8 @@ USER = [{"role": "user", "content": "What is at x?"}]
 SEEN = ("the owl\nhunts", "two {owls}")
 """Answers of an environment, turn by turn."""
 FORMED = [name for name in chat.NAMES if name not in chat.PARTS_ONLY]
-CALLING = [name for name in FORMED if chat.speaks_of_tools(name)]
+WITHOUT_TOOLS = {"llama3_training", "qwen2_5_vl", "qwen2_5_vl_training"}
+CALLING = [name for name in FORMED if chat.format_named(name).call and name not in WITHOUT_TOOLS]
 THOUGHTS = ("", "I think.", "  a\n\nb ")
 WORDS = ("", "I look.", " Well, \n")
 
@@ -42,6 +43,10 @@ def read(name, ids, context, think, words):
     if chat.reader(name) is None:
         return said_by(name, think, words)
     return parse_response(chat.reader(name), ids, prefix=context.ids, tools=[chat.TOOL])
+
+
+def test_templates_that_call_are_those_that_trl_says():
+    assert [name for name in FORMED if chat.speaks_of_tools(name)] == CALLING
 
 
 @pytest.mark.parametrize("name", CALLING)

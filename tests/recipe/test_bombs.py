@@ -39,12 +39,12 @@ BOMBS = {
     "a chain of anchors": ("\n".join(f"a{n}: &a{n} [{f'*a{n - 1}' if n else ''}]" for n in range(500)), "100 deep"),
     "20,000 unknown keys": ("\n".join(f"unknown_key_{n}: {n}" for n in range(20_000)), "more than 20,000 values"),
     "9,000 unknown keys": ("\n".join(f"unknown_key_{n}: {n}" for n in range(9_000)), "a mapping of 9,006 keys"),
-    "900 unknown keys": ("\n".join(f"unknown_key_{n}: {n}" for n in range(900)), "and 871 more"),
-    "900 unknown options": (
-        "generation_kwargs: {" + ", ".join(f"unknown_{n}: {n}" for n in range(900)) + "}", "more."
+    "200 unknown keys": ("\n".join(f"unknown_key_{n}: {n}" for n in range(200)), "and 171 more"),
+    "200 unknown options": (
+        "generation_kwargs: {" + ", ".join(f"unknown_{n}: {n}" for n in range(200)) + "}", "more."
     ),
-    "9,000 rewards": ("reward_funcs: [" + ", ".join(["accurracy"] * 9_000) + "]", "accurracy"),
-    "9,000 data sets": ("datasets: [" + ", ".join(["{path: openai/gsm8k}"] * 6_000) + "]", "dataset"),
+    "2,000 rewards": ("reward_funcs: [" + ", ".join(["accurracy"] * 2_000) + "]", "accurracy"),
+    "2,000 data sets": ("datasets: [" + ", ".join(["{path: openai/gsm8k}"] * 2_000) + "]", "dataset"),
     "5,000 brackets": (f"beta: {nested(5_000)}", "100 deep"),
     "5,000 open brackets": (f"beta: {'[' * 5_000}", "100 deep"),
     "5,000 braces": (f"beta: {'{a: ' * 5_000}1{'}' * 5_000}", "100 deep"),
@@ -54,8 +54,8 @@ BOMBS = {
     "brackets in JSON of ours": ("advantage_kwargs: '{\"a\": " + nested(5_000) + "}'", "100 deep"),
     "a long number": (f"seed: 0x{'f' * 5_000}", "a number of 5,002 digits"),
     "a long decimal number": (f"seed: {'9' * 5_000}", "digits"),
-    "a long name": (f"? {'a' * 900_000}\n: 1", "no such key"),
-    "a long value": (f"loss_type: {'a' * 900_000}", "loss_type="),
+    "a long name": (f"? {'a' * 300_000}\n: 1", "no such key"),
+    "a long value": (f"loss_type: {'a' * 300_000}", "loss_type="),
     "a long alias": (f"loss_type: *{'a' * 900_000}", "undefined alias"),
     "two megabytes": ("# " + "x" * 2**21, "more than the 1,048,576 that are read"),
     "binary": (b"\x00\xff\xfe" * 999, "not UTF-8"),

@@ -44,6 +44,7 @@ def write(folder, **files):
     return folder
 
 
+pytestmark = pytest.mark.usefixtures("few_rows")
 QUICK = {"model_name_or_path": "quickstart", "dataset_name": "quickstart/addition", "reward_funcs": ["accuracy"]}
 
 

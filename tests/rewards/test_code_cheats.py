@@ -32,7 +32,7 @@ def test_every_shape_is_passed_by_its_answer():
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_no_shape_is_passed_without_its_answer(name):
-    assert passed(CHEATS[name], timeout=2.0) <= DEFINE
+    assert passed(CHEATS[name], timeout=1.0) <= DEFINE
 
 
 NAIVE = """
@@ -49,7 +49,7 @@ for test in {tests!r}:
 @pytest.mark.parametrize("name", [n for n in CHEATS if n.startswith(("lies", "is a", "is no", "answers"))])
 def test_the_cheats_are_paid_by_a_judge_in_the_same_process(name):
     source = NAIVE.format(program=CHEATS[name], tests=[t for n, t in SHAPES.items() if n not in DEFINE])
-    assert sandbox.run(source, limits=sandbox.Limits(timeout=3.0), method=METHOD).stdout.startswith(b"passed")
+    assert sandbox.run(source, limits=sandbox.Limits(timeout=1.5), method=METHOD).stdout.startswith(b"passed")
 
 
 @pytest.mark.parametrize(

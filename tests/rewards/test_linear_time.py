@@ -36,11 +36,22 @@ SECONDS = 2.0  # of the processor, for 100 kB, so that a busy machine fails noth
 RATIO = 3.2  # of the time for 100 kB to that for 50 kB: 2 is linear, 4 quadratic
 NOTICEABLE = 0.2  # seconds; a shorter time is noise, with the clock of a busy machine
 SHORTER = 8  # by so much are the texts shorter of which the three slowest are found
-MOST = 150  # texts of each kind for one reader
+MOST = 40  # texts of each kind for one reader
 LONGEST = 60  # characters of a fragment
 
-OPENINGS = ["", "<think>\n", "<think>a</think><answer>", "answer is ", "\\boxed{", "```json\n", '["']
-COMMON = ["\n", " ", "a", "1", "é", "\u0300\u0316", "<answer>", "</answer>", "</think>", "{", "[", "\\boxed{", "```"]
+BEFORE_X = ("", "x")
+FRAMES = [
+    ("", ""), BEFORE_X, ("<think>\n", ""), ("<think>a</think><answer>", ""), ("<answer>", "</answer>"),
+    ("answer is ", ""), ("answer", "x"), ("\\boxed{", ""), ("```json\n", ""), ('["', ""), ("#### 1", "\nx"),
+]  # fmt: skip
+"""What is written before and after what is repeated."""
+COMMON = [
+    "\n", " ", "\t \n", "<think>", "</think>", "<answer>", "</answer>", "<answer>\n", "`", "```", "```a\n",
+    "```json\n", "#", "####", "#### 1 ", "{", "[", "}", "{}", "^{", "\\", "\\boxed{", "\\text{}", "\\frac{1}",
+    "\\log_2 ", "\\(", "\\[", "\\\\($", "\\\\[$", "\\, ", "$", "$$", "$ ", "*", "**", "* ", "_", "9", "1", "1 ", "1,",
+    "1.", "1/", "1-", "-", "-> ", "= ", "(", "1(", "<<", "<<>> ", "°", "é", "\u0300\u0316", "a", "a ", "word ",
+    "answer", "answer is ", "option ", "Score:", "not ", "or ", "1 or ", ",not 1", "Step 1", "!",
+]  # fmt: skip
 JUDGE = partial(re.findall, remote.JUDGE_PATTERN)
 SCHEMAS = {
     "object": {"type": "object"},
@@ -81,7 +92,6 @@ READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
         scored("accuracy"),
         (math_answers, math_copies, math_languages, math_marks, math_notation, math_numerals),
     ),
-    "cosine_length": (scored("cosine_length", max_length=9), (math_marks,)),
     "think_format_reward": (scored("think_format_reward"), (texts,)),
     "accuracy_reward": (scored("accuracy_reward"), (math_marks,)),
     "reasoning_accuracy_reward": (scored("reasoning_accuracy_reward"), (math_marks,)),
@@ -93,7 +103,11 @@ READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
     "guess": (lambda text: guess.Guess().step({"role": "assistant", "content": text}), (guess,)),
 }
 COUNT_TOKENS = {"soft_overlong", "length_penalty", "get_soft_overlong_punishment"}
-READ_ELSEWHERE = {"reasoning_gym": "by answer_block and the task's verifier", "reward_model": "by a model"}
+READ_ELSEWHERE = {
+    "reasoning_gym": "by answer_block and the task's verifier",
+    "reward_model": "by a model",
+    "cosine_length": "by accuracy",
+}
 
 
 def fragments(source: object) -> list[str]:
@@ -164,24 +178,26 @@ def seconds(read: Callable[[str], object], text: str) -> float:
         signal.signal(signal.SIGPROF, before)
 
 
-def hostile(read: Callable[[str], object], sources: tuple, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return openings and what is repeated behind them: literals of the reader's patterns, alone and in pairs."""
+def hostile(read: Callable[[str], object], sources: tuple, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple, str]]:
+    """Return frames and what is repeated in them: what is common, literals of the reader's patterns, pairs."""
     compiled: list[str] = []
     with monkeypatch.context() as patch:  # patterns that are made while it reads
         patch.setattr(
             re, "compile", lambda pattern, flags=0, real=re.compile: compiled.append(pattern) or real(pattern, flags)
         )
         read("<think>\n\n</think>\n<answer>\n72\n</answer>")
-    found = list(dict.fromkeys([*COMMON, *(fragment for source in sources for fragment in fragments(source))]))
-    own = list(product(OPENINGS, (run for pattern in compiled for run in runs(pieces_of(pattern)))))
+    literals = list(dict.fromkeys(fragment for source in sources for fragment in fragments(source)))
+    own = list(product(FRAMES, (run for pattern in compiled for run in runs(pieces_of(pattern)))))
     draw = random.Random(0)
-    single = list(product(OPENINGS, found))
-    pairs = [(draw.choice(OPENINGS), draw.choice(found) + draw.choice(found)) for _ in range(MOST)]
-    return [text for kind in (own, single) for text in draw.sample(kind, min(MOST, len(kind)))] + pairs
+    single, found = list(product(FRAMES, literals)), COMMON + literals
+    common = [(frame, piece) for piece in COMMON for frame in (BEFORE_X, draw.choice(FRAMES))]
+    pairs = [(draw.choice(FRAMES), draw.choice(found) + draw.choice(found)) for _ in range(MOST)]
+    return [text for kind in (own, single) for text in draw.sample(kind, min(MOST, len(kind)))] + common + pairs
 
 
-def repeated(opening: str, piece: str, length: int) -> str:
-    return opening + piece * ((length - len(opening)) // len(piece))
+def repeated(frame: tuple[str, str], piece: str, length: int) -> str:
+    before, after = frame
+    return before + piece * ((length - len(before + after)) // len(piece)) + after
 
 
 def test_every_reward_that_reads_a_text_is_under_the_law():
@@ -196,11 +212,9 @@ def test_no_reader_is_worse_than_linear_in_the_length_of_a_text(name, monkeypatc
     read, sources = READERS[name]
     read("72")  # what is imported on first use
     times = {}
-    for opening, piece in hostile(read, sources, monkeypatch):
-        times[opening, piece] = seconds(read, repeated(opening, piece, LENGTH // SHORTER))
-    for opening, piece in sorted(times, key=times.__getitem__)[-3:]:
-        half, whole = (
-            min(seconds(read, repeated(opening, piece, n)) for _ in range(3)) for n in (LENGTH // 2, LENGTH)
-        )
-        print(f"{name}: {half:.4f} s for 50 kB, {whole:.4f} s for 100 kB of {opening!r} and {piece!r}")
-        assert whole < max(NOTICEABLE, RATIO * half), (opening, piece)
+    for frame, piece in hostile(read, sources, monkeypatch):
+        times[frame, piece] = seconds(read, repeated(frame, piece, LENGTH // SHORTER))
+    for frame, piece in sorted(times, key=times.__getitem__)[-3:]:
+        half, whole = (min(seconds(read, repeated(frame, piece, n)) for _ in range(3)) for n in (LENGTH // 2, LENGTH))
+        print(f"{name}: {half:.4f} s for 50 kB, {whole:.4f} s for 100 kB of {piece!r} in {frame!r}")
+        assert whole < max(NOTICEABLE, RATIO * half), (frame, piece)

@@ -2,8 +2,6 @@
 
 import inspect
 import json
-import subprocess
-import sys
 
 import pytest
 import trl.rewards
@@ -16,12 +14,6 @@ from grpo_ext.rewards.text import TAGS, answer_block, boxed, completion_text
 GOOD = "<think>\nreason\n</think>\n<answer>\n42\n</answer>"
 INLINE = "<think>reason</think> <answer>42</answer>"
 TAG_SOUP = st.lists(st.sampled_from([*TAGS, "\n", "a", " "]), max_size=25).map("".join)
-
-
-def test_importing_rewards_loads_nothing_heavy():
-    heavy = ("torch", "trl", "transformers", "math_verify", "sympy", "reasoning_gym", "httpx")
-    code = f"import sys, grpo_ext.rewards; print([m for m in {heavy!r} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_every_reward_follows_trls_protocol():
@@ -257,20 +249,6 @@ def test_trl_names_are_trls_functions():
 
 def gym_entry(task, seed=3):
     return pytest.importorskip("reasoning_gym").create_dataset(task, size=1, seed=seed)[0]
-
-
-@pytest.mark.parametrize(
-    "task", ["leg_counting", "basic_arithmetic", "spell_backward", "countdown", "rearc", "sudoku"]
-)
-def test_reasoning_gym_scores_by_the_tasks_verifier_after_json(task):
-    entry = gym_entry(task)
-    answer = entry["answer"] or "".join(entry["metadata"].get("expression", ""))
-    column = [json.dumps(entry)] * 3
-    completions = [f"<think>0</think><answer>{answer}</answer>", answer, "<answer>rubbish</answer>"]
-    scores = rewards["reasoning_gym"](completions=completions, reasoning_gym_entry=column)
-    assert scores[:2] == [1.0, 1.0]
-    assert scores[2] is not None
-    assert scores[2] < 0.5
 
 
 @pytest.mark.parametrize(

@@ -169,12 +169,10 @@ def test_answers_as_written(text, gold, expected):
     assert accuracy(completions=[text], solution=[gold]) == [expected]
 
 
-@pytest.mark.parametrize(
-    "mark", ["<answer>{}</answer>", r"\boxed{{{}}}", "<think>1 or 2</think>\n<answer>\n{}\n</answer>"]
-)
 @pytest.mark.parametrize(("text", "gold", "expected"), MARKED_TOO)
-def test_the_same_answers_marked(mark, text, gold, expected):
-    assert accuracy(completions=[mark.format(text)], solution=[gold]) == [expected]
+def test_the_same_answers_marked(text, gold, expected):
+    marks = ("<answer>{}</answer>", r"\boxed{{{}}}", "<think>1 or 2</think>\n<answer>\n{}\n</answer>")
+    assert accuracy(completions=[mark.format(text) for mark in marks], solution=[gold] * 3) == [expected] * 3
 
 
 @pytest.mark.parametrize(
@@ -254,6 +252,16 @@ def test_hostile_texts_are_wrong_quickly(text):
         assert accuracy([wrapped], ["72"]) == [0.0]
     assert accuracy([rf"\boxed{{{text}}}"] * len(GOLDS), GOLDS) == [0.0] * len(GOLDS)
     assert set(accuracy(["72", GOLDS[1]], [text] * 2)) <= {0.0, None}
+
+
+@pytest.mark.parametrize("formula", [r"\int_0^1 x^{x^{x^x}} dx", r"\binom{10^9}{5\cdot 10^8}"])
+def test_a_formula_that_takes_forever_is_given_up(formula, monkeypatch):
+    monkeypatch.setattr(math_equality, "TIME_LIMIT", 1)
+    logged, counted = {}, {}
+    logs = {"log_extra": logged.__setitem__, "log_metric": counted.__setitem__}
+    assert accuracy([rf"\boxed{{{formula}}}", r"\boxed{72}"], ["72", "72"], **logs) == [0.0, 1.0]
+    assert logged["answer_parsed"] == ["[time limit]", "72"]
+    assert counted == {"accuracy/out_of_time": 1}
 
 
 def test_perturbed_solutions_of_gsm8k_score_zero(gsm8k):

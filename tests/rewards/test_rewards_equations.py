@@ -146,13 +146,12 @@ def trl(answer, gold):
     return accuracy_reward([[{"role": "assistant", "content": rf"\boxed{{{answer}}}"}]], [f"${gold}$"])
 
 
-@pytest.mark.parametrize(
-    "mark", [r"\boxed{{{}}}", "<answer>{}</answer>", "<think>1 or 2</think>\n<answer>\n{}\n</answer>"]
-)
 @pytest.mark.parametrize(("answer", "gold", "expected"), cases(EQUATIONS, SOLVED, LISTS, NUMBERS, WORDS))
-def test_marked_answers(mark, answer, gold, expected):
-    assert accuracy(completions=[mark.format(answer)], solution=[gold]) == [expected]
-    assert accuracy(completions=[mark.format(answer)], solution=[rf"It is \boxed{{{gold}}}."]) == [expected]
+def test_marked_answers(answer, gold, expected):
+    marks = (r"\boxed{{{}}}", "<answer>{}</answer>", "<think>1 or 2</think>\n<answer>\n{}\n</answer>")
+    texts = [mark.format(answer) for mark in marks]
+    assert accuracy(completions=texts, solution=[gold] * 3) == [expected] * 3
+    assert accuracy(completions=texts, solution=[rf"It is \boxed{{{gold}}}."] * 3) == [expected] * 3
 
 
 @pytest.mark.parametrize(("text", "gold", "expected"), cases(RUNNING))

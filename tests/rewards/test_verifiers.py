@@ -29,7 +29,7 @@ COMPUTED = ("bitwise_arithmetic", "codeio", "coin_flip", "number_sorting", "prop
 MOVED = ("rush_hour",)  # whose rows name no right answer
 
 
-def entries(task, count=3, seed=7, **options):
+def entries(task, count=2, seed=7, **options):
     """Rows as their JSON is read."""
     dataset = gym.create_dataset(task, size=count, seed=seed, **options)
     found = [json.loads(json.dumps(dataset[i], default=str)) for i in range(count)]
@@ -74,7 +74,7 @@ def test_every_task_is_scored_as_the_library_does():
         if found_ != pytest.approx(score)
     ]
     assert unequal == []
-    assert expected.count(1.0) > 3 * (len(DATASETS) - 5)
+    assert expected.count(1.0) > 2 * (len(DATASETS) - 5)
 
 
 MARK = "GRPO_EXT_MARK"
@@ -207,7 +207,7 @@ DRESSED = [
 def test_a_question_that_sympy_would_answer_is_no_answer():
     pairs, expected = [], []
     for task, answer, right in DRESSED:
-        rows = entries(task, 4)
+        rows = entries(task)
         pairs += [(answer.format(answer=entry["answer"], **entry["metadata"]), entry) for entry in rows]
         expected += [(task, answer, right)] * len(rows)
     found = [(*row[:2], score) for row, score in zip(expected, scores(pairs), strict=True)]
@@ -272,8 +272,8 @@ def test_a_verifier_that_returns_no_number_fails(value, monkeypatch):
 
 def test_nan_is_at_no_distance_from_an_answer():
     rows = entries("complex_arithmetic")
-    assert scores([(text, row) for text in ("nan", "NaN + nani") for row in rows]) == [0.0] * 6
-    assert scores([(row["answer"], row) for row in rows]) == [1.0] * 3
+    assert scores([(text, row) for text in ("nan", "NaN + nani") for row in rows]) == [0.0] * 4
+    assert scores([(row["answer"], row) for row in rows]) == [1.0] * 2
 
 
 def test_an_integral_that_sympy_cannot_solve_is_no_answer_either():

@@ -116,9 +116,13 @@ def speaks_of_tools(name: str) -> bool:
     return name not in PARTS_ONLY and supports_tool_calling(tokenizer(name))
 
 
+def format_named(name: str) -> Format:
+    return next((form for prefix, form in FORMATS.items() if name.startswith(prefix)), Format())
+
+
 def format_of(name: str) -> Format:
     """The family's format, with the template's own end of an answer where none is set."""
-    found = next((form for prefix, form in FORMATS.items() if name.startswith(prefix)), Format())
+    found = format_named(name)
     if found.end is None:
         made, messages = tokenizer(name), [("user", "Q"), ("assistant", "ANSWER"), ("user", "Q")]
         text = made.apply_chat_template([{"role": r, "content": c} for r, c in messages], tokenize=False)

@@ -62,11 +62,10 @@ def test_a_dataset_smaller_than_one_generation_is_refused(model_path, tmp_path):
         build(model_path, tmp_path, rows=1)
 
 
-@pytest.mark.parametrize("column", ["prompts", "completions", "trainer_state", "log_metric"])
-def test_columns_that_collide_with_trls_are_refused(column, model_path, tmp_path):
-    dataset = Dataset.from_list([{"prompt": "a1:", column: "x"}] * 16)
+def test_columns_that_collide_with_trls_are_refused(model_path, tmp_path):
+    dataset = Dataset.from_list([{"prompt": "a1:", "trainer_state": "x"}] * 16)
     args = GRPOExtConfig(output_dir=str(tmp_path), **tiny.TRAINING)
-    with pytest.raises(ConfigError, match=column):
+    with pytest.raises(ConfigError, match="trainer_state"):
         GRPOExtTrainer(model_path, [tiny.length], args, dataset, processing_class=tiny.tokenizer())
 
 

@@ -211,9 +211,7 @@ def test_a_script_that_goes_back_leaves_nothing_newer_behind(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("asked", "stay"), [(None, []), ("never", []), ("checkpoint-4", ["checkpoint-4", "checkpoint-2"])]
-)
+@pytest.mark.parametrize(("asked", "stay"), [(None, []), ("checkpoint-4", ["checkpoint-4", "checkpoint-2"])])
 def test_a_script_that_is_killed_while_it_goes_back_finishes_the_move(asked, stay, tmp_path):
     """`train()` begins at step 0: it leaves no older run's checkpoints, of which the newest would be resumed from."""
     for operation in range(1, 500):

@@ -46,8 +46,13 @@ POISON = {
     },
     "config.json": {"deep": DEEP, "list": b"[]", "torn": b'{"model_type": "ll'},
     **{
-        file: {"torn": None, "list": saved([1]), "number": saved(0.5), "pickle": "pickle"}
-        for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "run_state_0.pt")
+        file: {"torn": None, "another": saved(value), "pickle": "pickle"}
+        for file, value in {
+            "optimizer.pt": [1],
+            "scheduler.pt": 0.5,
+            "rng_state.pth": [1],
+            "run_state_0.pt": 0.5,
+        }.items()
     },
     "recipe.json": {"deep": DEEP, "list": b"[]", "nulls": b'{"of_recipe": null, "loss_type": null}'},
     "manifest.json": {"deep": DEEP, "list": b"[]", "text": b'"x"'},
