@@ -91,10 +91,17 @@ def run_forked(*line: object, **options) -> str:
     return done.stdout
 
 
-def start_forked(line: list[str], said: Path, *, config: Path | None = None, **environment: str) -> list[Fork]:
+def start_forked(
+    line: list[str],
+    said: Path,
+    *,
+    config: Path | None = None,
+    modules: tuple[str, ...] = TRAINER,
+    **environment: str,
+) -> list[Fork]:
     """`python LINE` as a `Popen` for each rank of a launch configuration, for what watches or kills processes."""
     each = [os.environ] if config is None else rank_environments(config)
-    return [Fork(forks(*TRAINER), line, one | ENVIRONMENT | environment, str(said)) for one in each]
+    return [Fork(forks(*modules), line, one | ENVIRONMENT | environment, str(said)) for one in each]
 
 
 def with_deepspeed() -> dict[str, str]:
