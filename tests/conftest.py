@@ -103,6 +103,16 @@ def quickstart_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture
+def forked_samplers():
+    """The processes that sample completions are forks, which start at once."""
+    from support.forks import TRAINER, forks
+
+    undo = forks(*TRAINER).origin.start_python(lambda line: line[0] == "-c")
+    yield
+    undo()
+
+
+@pytest.fixture
 def runtime():
     """Makes rewards ready to score, and ends their workers."""
     from grpo_ext.rewards.runtime import Runtime

@@ -163,7 +163,7 @@ class Origin:
         return cls(ours)
 
     def start_python(self, chosen: Callable[[list[str]], bool] = bool) -> Callable[[], None]:
-        """From now on fork where Python would be started with an argument list that is `chosen`; returns the undoing."""
+        """From now on fork where `subprocess` would start Python with `chosen` arguments; returns what undoes it."""
         stock = subprocess.Popen._execute_child
 
         def execute(popen, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
@@ -174,9 +174,9 @@ class Origin:
             given = [one if one != -1 else number for number, one in enumerate((pipes[0], pipes[3], pipes[5]))]
             ignored = [n for n in SIGNALS if signal.getsignal(n) == signal.SIG_IGN]
             sys.stdout.flush()
-            child = {"line": line, "environment": dict(os.environ if env is None else env), "fds": [0, 1, 2, *pass_fds]}
+            child = {"line": line, "environment": dict(os.environ if env is None else env), "ignored": ignored}
             child |= {"folder": str(cwd or os.getcwd()), "session": new_session, "first": preexec_fn}
-            popen.pid = self.child(child | {"ignored": ignored}, [*given, *pass_fds])
+            popen.pid = self.child(child | {"fds": [0, 1, 2, *pass_fds]}, [*given, *pass_fds])
             popen._child_created = True
             popen._close_pipe_fds(*pipes)
 
@@ -199,11 +199,12 @@ SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def python_line(args) -> list[str]:
-    """What follows `python -u`, if it is a script, a module, or the program that samples completions."""
-    if isinstance(args, (str, bytes, os.PathLike)) or list(args)[:1] != [sys.executable]:
+    """What follows `python -u`, if it is a module, a script, or the program that samples completions."""
+    if isinstance(args, (str, bytes, os.PathLike)) or [*args][:1] != [sys.executable]:
         return []
-    line = [word for word in map(str, list(args)[1:3]) if word != "-u"] + list(map(str, list(args)[3:]))
-    known = line[:1] == ["-m"] or line[:1] == ["-c"] and "process.child" in line[1] or line[:1] and line[0][-3:] == ".py"
+    line = [word for i, word in enumerate(map(str, args)) if i and (i > 1 or word != "-u")]
+    kind, *rest = line or [""]
+    known = kind == "-m" or kind.endswith(".py") or (kind == "-c" and "rollout.process.child" in rest[0])
     return line if known else []
 
 

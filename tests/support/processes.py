@@ -133,27 +133,15 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def machines(*command: str) -> None:
+def machines(folder: Path, *command: str) -> None:
     """Run a script by two launchers on this host, each told that it is one of two machines (docs/launching.md)."""
-    port, env = free_port(), os.environ | ENVIRONMENT
-    launched = [
-        subprocess.Popen(
-            [
-                *launcher(),
-                *("--num_machines", "2", "--num_processes", "2", "--machine_rank", rank),
-                *("--main_process_ip", "127.0.0.1", "--main_process_port", port),
-                *command,
-            ],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
+    two = *launcher()[1:], "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"
+    port = "--main_process_port", free_port(), "--machine_rank"
+    said = [folder / f"machine_{rank}" for rank in (0, 1)]
+    launched = [start_forked([*two, *port, str(rank), *command], said[rank])[0] for rank in (0, 1)]
     try:
-        said = [machine.communicate(timeout=PATIENCE)[0] for machine in launched]
+        codes = [machine.wait(PATIENCE) for machine in launched]
     finally:
         for machine in launched:
             machine.kill()
-    assert [machine.returncode for machine in launched] == [0, 0], "\n".join(text[-3000:] for text in said)
+    assert codes == [0, 0], "\n".join(text.read_text()[-3000:] for text in said)

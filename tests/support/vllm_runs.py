@@ -44,9 +44,9 @@ def send_all(processes: list[psutil.Process], number: int) -> None:
 
 
 class Server:
-    """`grpo-ext serve` in a process of its own: a fork, or started as a script's background job is, with Ctrl-C ignored.
+    """`grpo-ext serve` in a process of its own: a fork whose processes are forks as well, or started as by a script.
 
-    A fork's processes are forks as well.
+    What a script starts in the background ignores Ctrl-C.
     """
 
     def __init__(self, folder: Path, model: str, forked: bool = True) -> None:

@@ -14,9 +14,7 @@ from support.processes import needs_deepspeed, on_cpu, run_forked
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("launch", "truncated"), [("ddp", False), ("ddp", True), ("fsdp2", True), ("zero3", True)], ids=str
-)
+@pytest.mark.parametrize(("launch", "truncated"), [("ddp", False), ("fsdp2", True), ("zero3", True)], ids=str)
 def test_two_processes_record_and_one_computes_it_again(launch, truncated, tmp_path):
     """Also what a truncated sampler has drawn, over the tokens that it kept."""
     needs_deepspeed(launch)
