@@ -52,10 +52,8 @@ class Run:
         env = {"SLOW_SIGN": str(folder / "sign"), "PYTHONPATH": path, "TMPDIR": str(self.temp), "HF_HOME": str(folder)}
         self.log = folder / f"log{time.time_ns()}"
         line = [*start, "--config", str(folder / "recipe.yaml")]
-        self.forked = []
         if forked:
-            self.forked = start_forked(line, self.log, **env)
-            self.process = self.forked[0]
+            [self.process] = start_forked(line, self.log, **env)
             return
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -85,8 +83,8 @@ class Run:
         return self
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes of this run: what is forked, and others by a variable of their environment."""
-        found = [psutil.Process(one.pid) for one in self.forked if one.poll() is None]
+        """Return the processes of this run, by a variable of their environment."""
+        found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get("SLOW_SIGN") == str(self.folder / "sign") and process.status() != "zombie":
