@@ -107,7 +107,7 @@ def forked_samplers():
     """The processes that sample completions are forks, which start at once."""
     from support.forks import TRAINER, forks
 
-    undo = forks(*TRAINER).origin.start_python(lambda line: line[0] == "-c")
+    undo = forks(*TRAINER).start_python(lambda line: line[0] == "-c")
     yield
     undo()
 

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from support.forks import TRAINER, WITH_DEEPSPEED, Fork, forks
+from support.forks import TRAINER, WITH_DEEPSPEED, Fork, exit_codes, forks
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
 PATIENCE = 1200
@@ -77,10 +78,10 @@ def forked(
     each = [os.environ] if config is None else rank_environments(config)
     zero = config is not None and "deepspeed_config" in config.read_text()
     told = with_deepspeed() if zero else {}
-    origin = forks(*(WITH_DEEPSPEED if zero else modules), environment=tuple(told.items()))
-    environments = [one | ENVIRONMENT | told | environment for one in each]
+    origin = forks(*(WITH_DEEPSPEED if zero else modules), **told)
     with tempfile.NamedTemporaryFile("r") as said:
-        codes = origin.run(list(map(str, line)), environments, os.path.abspath(cwd), said.name, PATIENCE)
+        start = partial(Fork, origin, list(map(str, line)), folder=os.path.abspath(cwd), said=said.name)
+        codes = exit_codes([start(one | ENVIRONMENT | told | environment) for one in each], PATIENCE)
         return subprocess.CompletedProcess(line, next(filter(None, codes), 0), said.read(), "")
 
 
@@ -101,7 +102,7 @@ def start_forked(
 ) -> list[Fork]:
     """`python LINE` as a `Popen` for each rank of a launch configuration, for what watches or kills processes."""
     each = [os.environ] if config is None else rank_environments(config)
-    return [Fork(forks(*modules), line, one | ENVIRONMENT | environment, str(said)) for one in each]
+    return [Fork(forks(*modules), line, one | ENVIRONMENT | environment, os.getcwd(), str(said)) for one in each]
 
 
 def with_deepspeed() -> dict[str, str]:
