@@ -27,8 +27,8 @@ settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 
 ROOT = Path(__file__).parent.parent
-LONGEST = ("real_vllm/test_server_death", "commands/test_stopping", "real_vllm/test_colocate", "trainer/test_ahead")
-LONGEST += ("real_vllm/test_environments", "real_vllm/test_server", "rollout/test_process_sampler", "test_kills")
+LONGEST = ("real_vllm/test_server_death", "commands/test_stopping", "real_vllm/test_server", "trainer/test_ahead")
+LONGEST += ("distributed/test_splits", "real_vllm/test_environments", "real_vllm/test_colocate", "test_resume_on_two")
 """Ends of the files that take minutes, the longest first."""
 
 
