@@ -32,8 +32,8 @@ settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 
 ROOT = Path(__file__).parent.parent
-LONGEST = ("real_vllm/test_server_death", "commands/test_stopping", "real_vllm/test_colocate", "trainer/test_ahead")
-LONGEST += ("real_vllm/test_environments", "real_vllm/test_server", "rollout/test_process_sampler", "test_kills")
+LONGEST = ("real_vllm/test_server_death", "commands/test_stopping", "real_vllm/test_server", "trainer/test_ahead")
+LONGEST += ("distributed/test_splits", "real_vllm/test_environments", "real_vllm/test_colocate", "test_resume_on_two")
 """Ends of the files that take minutes, the longest first."""
 
 
@@ -119,6 +119,16 @@ def few_rows(monkeypatch):
         return load(**{"size": 64, "eval_size": 16} | options)
 
     monkeypatch.setattr(task, "load", few)
+
+
+@pytest.fixture
+def forked_samplers():
+    """The processes that sample completions are forks, which start at once."""
+    from support.forks import TRAINER, forks
+
+    undo = forks(*TRAINER).start_python(lambda line: line[0] == "-c")
+    yield
+    undo()
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from support.processes import run_forked
 from support.tiny import FEW
 
 ROOT = Path(__file__).parent.parent
+HERE = {"custom_environment": ("--environments", '[{"path": "custom_environment:AskAgain", "isolate": false}]')}
+"""What runs in the trainer's process here, as rewards do: each process of theirs would import the trainer."""
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
@@ -27,8 +29,8 @@ def _from_the_checkout(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_as_a_script(name, quickstart_model, tmp_path):
-    own = ("--max_steps", "1", "--model_name_or_path", quickstart_model, "--output_dir", "out")
-    said = run_forked(ROOT / "examples" / f"{name}.py", *FEW, *own, cwd=tmp_path)
+    own = ("--max_steps", "1", "--model_name_or_path", quickstart_model, "--output_dir", "out", *HERE.get(name, ()))
+    said = run_forked(ROOT / "examples" / f"{name}.py", *FEW, *own, "--reward_workers", "0", cwd=tmp_path)
     assert "Model saved to out." in said
     assert (tmp_path / "out" / "model.safetensors").exists()
     axis = {"custom_loss": "custom_loss:spo: spo(width=0.2)", "custom_advantage": "advantage custom_advantage:wins()"}

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
@@ -37,19 +36,6 @@ for argv in {[*LISTS, *TOLD_BY_CLI]!r}:
 print(wrong)
 """
     assert fresh(program) == "[]"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm")
-def test_a_check_of_a_recipe_with_vllm_imports_no_vllm():
-    """Nor the trainer, which does: half a minute on a busy machine."""
-    program = """
-import sys
-from grpo_ext.commands.cli import run
-code = run(["check", "--config", "quickstart/grpo", "--use_vllm", "true"])
-print(code, [name for name in ("vllm", "trl.trainer.grpo_trainer") if name in sys.modules])
-"""
-    assert fresh(program) == "0 []"
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """`grpo-ext train` by accelerate: which launch configuration, and the number of processes that travels with it."""
 
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -14,7 +13,7 @@ from grpo_ext.config.launch import ASKED
 from grpo_ext.train import main
 from support import tiny
 from support.commands import command
-from support.processes import CONFIG, PATIENCE, run
+from support.processes import CONFIG, forked, run, run_forked
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +104,7 @@ def train_command(tmp_path) -> list[str]:
     named = {"dataset_name": "quickstart/addition", "reward_funcs": ["format"], "output_dir": str(tmp_path / "out")}
     recipe = tiny.TRAINING | batch | named | {"model_name_or_path": tiny.save(tmp_path / "model")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return [sys.executable, "-m", "grpo_ext.commands.cli", "train", "--config", str(tmp_path / "recipe.yaml")]
+    return ["-m", "grpo_ext.commands.cli", "train", "--config", str(tmp_path / "recipe.yaml")]
 
 
 @pytest.mark.slow
@@ -113,10 +112,10 @@ def test_two_processes_on_a_cpu_train_together_and_resume(train_command, tmp_pat
     with (tmp_path / "recipe.yaml").open("a") as recipe:
         recipe.write("num_processes: 2\naccelerate_config: cpu_ddp\nmain_process_port: 0\n")
     train_command += ["--save_strategy", "steps", "--save_steps", "1"]
-    run(train_command, HF_HOME=str(tmp_path))  # where accelerate's own default would lie
+    run([sys.executable, *train_command], HF_HOME=str(tmp_path))  # where accelerate's own default would lie
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert (tmp_path / "out" / "checkpoint-1" / "objective.json").exists()
-    assert "Resuming from" in run([*train_command, "--max_steps", "2"])
+    assert "Resuming from" in run_forked(*train_command, "--max_steps", "2")
     assert (tmp_path / "out" / "checkpoint-2").exists()
 
 
@@ -125,7 +124,7 @@ def test_a_configuration_that_starts_one_process_of_two_is_refused(train_command
     alone = yaml.safe_load(CONFIG.read_text()) | {"distributed_type": "MULTI_CPU"}
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(alone))
     train_command += ["--accelerate_config", str(tmp_path / "launch.yaml")]
-    done = subprocess.run(train_command, capture_output=True, text=True, timeout=PATIENCE)
+    done = forked(*train_command)
     assert done.returncode != 0
-    assert "num_processes=2: the launch has 1" in done.stderr
+    assert "num_processes=2: the launch has 1" in done.stdout
     assert not (tmp_path / "out").exists()

@@ -52,10 +52,8 @@ class Run:
         env = {"SLOW_SIGN": str(folder / "sign"), "PYTHONPATH": path, "TMPDIR": str(self.temp), "HF_HOME": str(folder)}
         self.log = folder / f"log{time.time_ns()}"
         line = [*start, "--config", str(folder / "recipe.yaml")]
-        self.forked = []
         if forked:
-            self.forked = start_forked(line, self.log, **env)
-            self.process = self.forked[0]
+            [self.process] = start_forked(line, self.log, **env)
             return
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -85,8 +83,8 @@ class Run:
         return self
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes of this run: what is forked, and others by a variable of their environment."""
-        found = [psutil.Process(one.pid) for one in self.forked if one.poll() is None]
+        """Return the processes of this run, by a variable of their environment."""
+        found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get("SLOW_SIGN") == str(self.folder / "sign") and process.status() != "zombie":
@@ -125,7 +123,7 @@ def start(tmp_path):
     runs = []
 
     def begin(how, forked=True, **changes):
-        runs.append(Run(tmp_path, how, forked and how in (ALONE, COMMAND), **changes))
+        runs.append(Run(tmp_path, how, forked, **changes))
         return runs[-1]
 
     yield begin
@@ -155,7 +153,7 @@ SIGNALLED = [
 @pytest.mark.parametrize(("how", "number"), SIGNALLED)
 def test_a_signal_saves_a_checkpoint_and_exits_with_75(how, number, start):
     """`accelerate launch` forwards SIGTERM, but has an exit code of its own."""
-    run = start(how).training()
+    run = start(how, forked=how is not ACCELERATE).training()
     run.process.send_signal(number)
     code = run.ended()
     assert code != 0 if how is ACCELERATE else code == NOT_FINISHED, run.text[-4000:]
@@ -234,7 +232,7 @@ def test_a_second_signal_ends_the_run_at_once_and_cleans_up(how, start, monkeypa
 def test_a_signal_that_nohup_ignores_stays_ignored(start):
     shell = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     shell += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    run = start(["-c", shell, *ALONE], max_steps=4).training(1)
+    run = start(["-c", shell, *ALONE], forked=False, max_steps=4).training(1)
     run.process.send_signal(signal.SIGHUP)
     assert run.ended(PATIENCE) == 0
 
@@ -252,15 +250,15 @@ def test_ranks_end_when_their_launcher_or_command_is_killed(victim, start):
 
 
 def test_a_lost_rank_ends_the_others_within_ddp_timeout(start):
-    """20 s, and the 30 that a launcher gives the stopped one; with accelerate's default it would be half an hour."""
-    run = start(TWO, ddp_timeout=20).training()
+    """10 s, and the 30 that a launcher gives the stopped one; with accelerate's default it would be half an hour."""
+    run = start(TWO, ddp_timeout=10).training()
     began = time.monotonic()
     run.ranks()[1].send_signal(signal.SIGSTOP)
     assert run.ended() != 0
-    assert time.monotonic() - began < 20 + 30 + 120
+    assert time.monotonic() - began < 10 + 30 + 120
     assert run.process.returncode == NOT_FINISHED
     assert "Rank 0 has lost another process: one was killed or stopped, hangs" in run.text, run.text[-5000:]
-    assert "ddp_timeout=20 s" in run.text
+    assert "ddp_timeout=10 s" in run.text
     run.nothing_left()
 
 

@@ -18,7 +18,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.registry import import_path, located, portable
 from grpo_ext.train import train
 from support import tiny
-from support.processes import run
+from support.processes import run_forked
 
 REWARD = "def f(completions, **_):\n    return [{value}.0] * len(completions)\n"
 
@@ -186,8 +186,8 @@ def test_a_run_goes_on_where_the_recipes_folder_was_moved(tmp_path):
 
 @pytest.mark.slow
 def test_processes_of_accelerate_find_it_from_another_folder(tmp_path):
-    command = [sys.executable, "-m", "grpo_ext.commands.cli", "train", "--num_processes", "2", "--config"]
-    run([*command, own_run(tmp_path, tmp_path / "first")])
+    command = "-m", "grpo_ext.commands.cli", "train", "--num_processes", "2", "--config"
+    run_forked(*command, own_run(tmp_path, tmp_path / "first"))
     entry, *_ = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
     assert entry["rewards/f/errors"] == 0
     assert entry["rewards/f/mean"] > 0

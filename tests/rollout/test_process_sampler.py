@@ -26,6 +26,7 @@ from support import tiny
 from support.processes import PATIENCE, start_forked
 from support.trainers import build
 
+pytestmark = pytest.mark.usefixtures("forked_samplers")
 CONTEXTS = [[5, 6, 7], [5, 6, 7], [9, 8], [9, 8], [4], [4]]
 TOKENS = 24
 
@@ -219,7 +220,7 @@ import os, signal, sys
 sys.path[:0] = {path!r}
 from support import tiny
 from support.processes import PATIENCE, start_forked
-from rollout.test_process_sampler import CONTEXTS, endless, streams
+from rollout.test_process_sampler import CONTEXTS, children, endless, streams
 from grpo_ext.rollout.process.policy import process_sampler
 
 if __name__ == "__main__":
@@ -227,8 +228,7 @@ if __name__ == "__main__":
     sampler = process_sampler(trainer, trainer.args)
     sampler.publish(0)
     sampler.sample(0, CONTEXTS, [4] * len(CONTEXTS), streams())
-    import psutil
-    print("child", psutil.Process().children()[0].pid, flush=True)
+    print("child", children()[0].pid, flush=True)
     sampler.sample(0, CONTEXTS, [100000] * len(CONTEXTS), streams())
 """
 

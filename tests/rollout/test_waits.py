@@ -259,6 +259,7 @@ def ask(sampler):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_samplers")
 def test_a_process_that_hangs_is_started_again_at_the_limit_and_samples_the_same(tmp_path, caplog):
     sampler = process_sampler(tmp_path, 60)
     try:

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from support.forks import TRAINER, WITH_DEEPSPEED, Fork, forks
+from support.forks import TRAINER, WITH_DEEPSPEED, Fork, exit_codes, forks
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "accelerate_configs" / "cpu_ddp.yaml"
 PATIENCE = 1200
@@ -77,10 +78,10 @@ def forked(
     each = [os.environ] if config is None else rank_environments(config)
     zero = config is not None and "deepspeed_config" in config.read_text()
     told = with_deepspeed() if zero else {}
-    origin = forks(*(WITH_DEEPSPEED if zero else modules), environment=tuple(told.items()))
-    environments = [one | ENVIRONMENT | told | environment for one in each]
+    origin = forks(*(WITH_DEEPSPEED if zero else modules), **told)
     with tempfile.NamedTemporaryFile("r") as said:
-        codes = origin.run(list(map(str, line)), environments, os.path.abspath(cwd), said.name, PATIENCE)
+        start = partial(Fork, origin, list(map(str, line)), folder=os.path.abspath(cwd), said=said.name)
+        codes = exit_codes([start(one | ENVIRONMENT | told | environment) for one in each], PATIENCE)
         return subprocess.CompletedProcess(line, next(filter(None, codes), 0), said.read(), "")
 
 
@@ -91,10 +92,17 @@ def run_forked(*line: object, **options) -> str:
     return done.stdout
 
 
-def start_forked(line: list[str], said: Path, *, config: Path | None = None, **environment: str) -> list[Fork]:
+def start_forked(
+    line: list[str],
+    said: Path,
+    *,
+    config: Path | None = None,
+    modules: tuple[str, ...] = TRAINER,
+    **environment: str,
+) -> list[Fork]:
     """`python LINE` as a `Popen` for each rank of a launch configuration, for what watches or kills processes."""
     each = [os.environ] if config is None else rank_environments(config)
-    return [Fork(forks(*TRAINER), line, one | ENVIRONMENT | environment, str(said)) for one in each]
+    return [Fork(forks(*modules), line, one | ENVIRONMENT | environment, os.getcwd(), str(said)) for one in each]
 
 
 def with_deepspeed() -> dict[str, str]:
@@ -126,27 +134,15 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def machines(*command: str) -> None:
+def machines(folder: Path, *command: str) -> None:
     """Run a script by two launchers on this host, each told that it is one of two machines (docs/launching.md)."""
-    port, env = free_port(), os.environ | ENVIRONMENT
-    launched = [
-        subprocess.Popen(
-            [
-                *launcher(),
-                *("--num_machines", "2", "--num_processes", "2", "--machine_rank", rank),
-                *("--main_process_ip", "127.0.0.1", "--main_process_port", port),
-                *command,
-            ],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
+    two = *launcher()[1:], "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"
+    port = "--main_process_port", free_port(), "--machine_rank"
+    said = [folder / f"machine_{rank}" for rank in (0, 1)]
+    launched = [start_forked([*two, *port, str(rank), *command], said[rank])[0] for rank in (0, 1)]
     try:
-        said = [machine.communicate(timeout=PATIENCE)[0] for machine in launched]
+        codes = [machine.wait(PATIENCE) for machine in launched]
     finally:
         for machine in launched:
             machine.kill()
-    assert [machine.returncode for machine in launched] == [0, 0], "\n".join(text[-3000:] for text in said)
+    assert codes == [0, 0], "\n".join(text.read_text()[-3000:] for text in said)

@@ -14,7 +14,7 @@ import psutil
 import requests
 
 from support.forks import WITH_VLLM
-from support.processes import PATIENCE, forked
+from support.processes import PATIENCE, forked, start_forked
 
 TESTS = Path(__file__).parents[1]
 RUN = TESTS / "rollout" / "real_vllm" / "run.py"
@@ -44,9 +44,13 @@ def send_all(processes: list[psutil.Process], number: int) -> None:
 
 
 class Server:
-    """`grpo-ext serve` in a process of its own, started as a script's background job is: with Ctrl-C ignored."""
+    """`grpo-ext serve` in a process of its own: a fork whose processes are forks as well, or started as by a script.
 
-    def __init__(self, folder: Path, model: str) -> None:
+    What a script starts in the background ignores Ctrl-C.
+    """
+
+    def __init__(self, folder: Path, model: str, forked: bool = True) -> None:
+        self.forked = forked
         self.model, self.port, self.log = model, free_port(), folder / "serve.log"
         self.url = f"http://127.0.0.1:{self.port}"
         self.recipe = folder / "recipe.yaml"
@@ -71,8 +75,11 @@ class Server:
 
     def start(self) -> None:
         self.starts += 1
-        serve = [sys.executable, "-m", "grpo_ext.commands.cli", "serve", "--config", str(self.recipe)]
-        line = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *serve]
+        serve = ["-m", "grpo_ext.commands.cli", "serve", "--config", str(self.recipe)]
+        if self.forked:
+            [self.process] = start_forked(serve, self.log, modules=WITH_VLLM, PYTHONWARNINGS="ignore")
+            return
+        line = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, *serve]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(line, env=ENV, stdout=log, stderr=log, start_new_session=True)
 

@@ -31,8 +31,9 @@ def untied(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")  # a later file of the same worker may count its processes
-def served(tmp_path_factory, tied):
-    server = Server(tmp_path_factory.mktemp("server"), tied)
+def served(tmp_path_factory, tied, request):
+    real = getattr(request.module, "REAL_COMMAND", False)
+    server = Server(tmp_path_factory.mktemp("server"), tied, forked=not real)
     server.start()
     server.wait()
     yield server

@@ -25,11 +25,11 @@ GAMES = [
 
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_conversations_are_sampled_and_do_not_drift(mode, tied, tmp_path, request):
-    settings = {"config": {"max_steps": 10, "max_completion_length": 40}, "rows": ROWS, "environments": GAMES}
+    settings = {"config": {"max_steps": 5, "max_completion_length": 40}, "rows": ROWS, "environments": GAMES}
     if mode == "server":
         settings |= {"port": request.getfixturevalue("served").port, "group_port": free_port()}
     log, _, _ = train(tmp_path, mode, tied, **settings)
-    assert len(steps(log)) == 10
+    assert len(steps(log)) == 5
     for game in ("guess", "slow"):
         played = [entry for entry in steps(log) if f"environments/{game}/turns" in entry]
         assert played

@@ -10,6 +10,8 @@ from support.commands import command
 from support.processes import needs_deepspeed, on_cpu
 from support.vllm_runs import DDP, HEADS, drifts, free_port, steps, train
 
+REAL_COMMAND = True
+"""`grpo-ext serve` and vLLM are started here as users start them."""
 FLOAT32 = 0.02
 """Mean difference in nats above which a run in float32 is stopped."""
 ROUNDING = 2e-5

@@ -431,7 +431,8 @@ def games(model: str, output: str) -> None:
 # NaN or inf on rank 1 alone.
 
 
-POISONED = [(place, action, step) for place in poisoned.PLACES for action in ("stop", "skip") for step in (2, 4)]
+POISONED = {"stop": 2, "skip": 4}
+"""The step, of four, in which a run stops or that it skips."""
 
 
 def poison(model: str, folder: Path, place: str, action: str, step: int) -> dict:
@@ -459,9 +460,10 @@ def poison(model: str, folder: Path, place: str, action: str, step: int) -> dict
 def poisoned_ranks(model: str, folder: str) -> None:
     """Write the outcome of each case as JSON by rank."""
     output, outcomes = Path(folder), {}
-    for case in POISONED:
-        name = "-".join(map(str, case))
-        outcomes[name] = poison(model, output / name, *case)
+    for place in poisoned.PLACES:
+        for action, step in POISONED.items():
+            name = f"{place}-{action}"
+            outcomes[name] = poison(model, output / name, place, action, step)
     (output / f"rank{os.environ['RANK']}.json").write_text(json.dumps(outcomes))
 
 
@@ -480,7 +482,7 @@ def one_bad(prompts, trainer):
 
 
 def fail(model: str, output: Path, on_error: str, fault: str) -> None:
-    timeout = 8.0 if fault in ("loop", "sleep", "hang") else 60.0
+    timeout = 4.0 if fault in ("loop", "sleep", "hang") else 60.0
     specs = [
         RewardSpec("letters", "support.faulty:letters"),
         RewardSpec(fault, f"support.faulty:{fault}", on_error=on_error, timeout=timeout, independent=True),

@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support import tiny
-from support.processes import CONFIG, launcher, needs_deepspeed, on_cpu, run, run_forked
+from support.processes import CONFIG, launcher, needs_deepspeed, on_cpu, run_forked
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parents[2] / "support" / "hardly_warm.py", "grpo_ext.train"
 SHIPPED = {path.stem for path in CONFIG.parent.glob("*.yaml")}
-ENGINES = sorted(SHIPPED - {"ddp", "fsdp2_offload", "zero2"}, key=lambda engine: (engine != "zero3", engine))
+ENGINES = sorted(SHIPPED - {"ddp", "fsdp2", "fsdp2_offload", "zero2"}, key=lambda engine: (engine != "zero3", engine))
 """All but those of `test_engines`; on a CPU `ddp` is `cpu_ddp`. With the first, one process of two builds the warm
 model: under ZeRO-3, which must not split it.
 """
@@ -29,7 +29,7 @@ def _train(engine, folder, cache, recipe, *given, processes=2):
     config = CONFIG if engine == "cpu_ddp" else on_cpu(engine, folder, processes=processes)
     line = [*map(str, PROGRAM), "--config", recipe, *STEPS, *given, "--output_dir", str(folder / "out")]
     if processes == 1:  # which the launcher starts otherwise
-        return run([*launcher(config), *line], GRPO_EXT_CACHE=str(cache))
+        return run_forked(*launcher(config)[1:], *line, GRPO_EXT_CACHE=str(cache))
     return run_forked(*line, config=config, GRPO_EXT_CACHE=str(cache))
 
 

@@ -1,4 +1,4 @@
-"""Games, turns and evaluation sets are the same on one, two and four processes."""
+"""Games, turns and evaluation sets are the same on one process and four."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from support.dealt import LIMITS, SAMPLES
 from support.processes import on_cpu, run_forked
 
 pytestmark = pytest.mark.slow
-WORLDS = 1, 2, 4
+WORLDS = 1, 4
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_evaluation_plays_one_game_for_each_prompt(folders):
         rows = [(prompt, seed, str(turns)) for batch in dealt(folder, "eval") for prompt, seed, turns in batch]
         found.append(set(rows))
         assert len({prompt for prompt, _, _ in rows}) == len({seed for _, seed, _ in rows}) == 7
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("limit", LIMITS)

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "ranks.py"
 def test_two_machines_make_the_step_of_one_process(tmp_path):
     model, losses = tiny.save(tmp_path / "model"), ("grpo", "dapo")
     run_forked(SCRIPT, "one_step", model, tmp_path / "one", 16, *losses)
-    machines(str(SCRIPT), "one_step", model, str(tmp_path / "two"), "8", *losses)
+    machines(tmp_path, str(SCRIPT), "one_step", model, str(tmp_path / "two"), "8", *losses)
     start = torch.cat([p.detach().flatten() for p in tiny.load(model).parameters()])
     for loss in losses:
         one, two = (torch.load(tmp_path / side / f"{loss}.pt")["weights"] for side in ("one", "two"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from distributed.ranks import POISONED
 from support import poisoned, tiny
 from support.processes import CONFIG, run_forked
 
@@ -31,11 +32,10 @@ def sound(checkpoint: Path) -> bool:
     return all(w.isfinite().all() for w in load_file(checkpoint / "model.safetensors").values())
 
 
-@pytest.mark.parametrize("step", [2, 4])
 @pytest.mark.parametrize("place", poisoned.PLACES)
-def test_both_stop_before_the_step_and_say_the_same(place, step, outcomes):
+def test_both_stop_before_the_step_and_say_the_same(place, outcomes):
     folder, ranks = outcomes
-    name = f"{place}-stop-{step}"
+    name, step = f"{place}-stop", POISONED["stop"]
     first, second = (rank[name] for rank in ranks)
     assert first == second
     at = step - 1 if place == "rewards" else step
@@ -51,11 +51,10 @@ def test_both_stop_before_the_step_and_say_the_same(place, step, outcomes):
     assert value == ("inf" if place == "rewards" else "nan")
 
 
-@pytest.mark.parametrize("step", [2, 4])
 @pytest.mark.parametrize("place", [place for place in poisoned.PLACES if place != "rewards"])
-def test_both_skip_the_step(place, step, outcomes):
+def test_both_skip_the_step(place, outcomes):
     folder, ranks = outcomes
-    name = f"{place}-skip-{step}"
+    name, step = f"{place}-skip", POISONED["skip"]
     first, second = (rank[name] for rank in ranks)
     assert first["weights"] == second["weights"]
     assert first["finite"]
@@ -66,8 +65,7 @@ def test_both_skip_the_step(place, step, outcomes):
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("step", [2, 4])
-def test_a_reward_that_is_inf_on_one_rank_counts_as_not_scored(step, outcomes):
-    for outcome in (rank[f"rewards-skip-{step}"] for rank in outcomes[1]):
+def test_a_reward_that_is_inf_on_one_rank_counts_as_not_scored(outcomes):
+    for outcome in (rank["rewards-skip"] for rank in outcomes[1]):
         assert (outcome["error"], outcome["step"], outcome["finite"]) == ("", 4, True)
         assert outcome["log"] == [0.0] * 4

@@ -11,7 +11,7 @@ from support.processes import CONFIG, launcher, run, run_forked
 
 SCRIPT = Path(__file__).parent / "ranks.py"
 pytestmark = pytest.mark.slow
-LOSSES = ["grpo", "deepseek_v3", "beta_bnpo", "minimind", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
+LOSSES = ["grpo", "beta_bnpo", "dapo", "reinforce_pp", "reinforce_pp_baseline"]
 
 
 @pytest.fixture(scope="module")

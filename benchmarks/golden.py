@@ -3,9 +3,9 @@
 A developer's tool, not a test. Each configuration trains a few steps on a CPU and becomes a line of JSON. Run one copy
 of this file with the sources of both trees, then compare; equal lines mean that every weight has the same bits:
 
-    PYTHONPATH=OLD/src python tests/support/golden.py --out old.jsonl
-    PYTHONPATH=NEW/src python tests/support/golden.py --out new.jsonl
-    python tests/support/golden.py --compare old.jsonl new.jsonl
+    PYTHONPATH=OLD/src python benchmarks/golden.py --out old.jsonl
+    PYTHONPATH=NEW/src python benchmarks/golden.py --out new.jsonl
+    python benchmarks/golden.py --compare old.jsonl new.jsonl
 
 `--only WORD` runs the configurations with WORD in their names; `--list` prints all names; `--vllm` runs those that
 sample by vLLM's CPU build.
@@ -25,7 +25,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-sys.path[:1] = [str(Path(__file__).parents[1])]
+sys.path[:1] = [str(Path(__file__).parents[1] / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 warnings.filterwarnings("ignore")
 
