@@ -163,11 +163,9 @@ class TransformersSampler:
             output, drawn = self.engine.generate(model, uniforms, **inputs, generation_config=config)
         ends = frozenset(trainer.eos_token_ids)
         ids = [_ended(row, ends) for row in output[:, width:].tolist()]
-        logps = (
-            [row[: len(its)] for row, its in zip(drawn.logps[-1].tolist(), ids, strict=True)] if drawn.logps else None
-        )
-        kept = drawn.kept(ids)
-        return [Sampled(its, logps and logps[i], kept[i] if kept else None) for i, its in enumerate(ids)]
+        unknown = [None] * len(ids)
+        rows = zip(ids, drawn.logps[-1].tolist() if drawn.logps else unknown, drawn.kept(ids) or unknown, strict=True)
+        return [Sampled(its, known and known[: len(its)], kept) for its, known, kept in rows]
 
     def _tensors(self, contexts: list[list[int]], fields: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the inputs of `generate`, padded on the left."""

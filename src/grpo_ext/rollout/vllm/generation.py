@@ -394,7 +394,7 @@ class Generation(vllm_generation.VLLMGeneration):
             ServerLost: the server died and did not come back; on all processes.
         """
         if self._seeds is not None:
-            seeds = [*self._seeds, *[0] * (len(prompts) - len(self._seeds))]
+            seeds = [*self._seeds, *[0] * len(prompts)][: len(prompts)]
             return self._by_seeds(prompts, seeds, [self.limit] * len(prompts), images, profiler)
         stock = partial(super().generate, prompts, images, num_generations, profiler)
         if self.mode == "colocate":

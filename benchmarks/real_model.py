@@ -1,0 +1,225 @@
+"""Steps of a real model on GSM8K: stock TRL beside grpo-ext, each in a process of its own, in turn.
+
+    make bench-real MODEL=FOLDER DATA=FOLDER
+
+MODEL is a folder or the hub's name of a chat model, DATA a folder with GSM8K's `train.jsonl` (`question`, `answer`).
+Each run makes two steps from the same weights, seed and prompts, and adds a line to results/real_model.jsonl; a second
+command goes on where the first was stopped. benchmarks/real_model.md has the medians.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RESULTS, PAGE = HERE / "results" / "real_model.jsonl", HERE / "real_model.md"
+SIDES = {
+    "stock TRL": "stock TRL",
+    "before": "grpo-ext, each weight cast at each token",
+    "grpo-ext": "grpo-ext",
+}
+STEPS, GROUP, ROWS = 2, 8, 16
+PARTS = ("rollout", "forward", "backward", "optimizer")
+LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length")
+KIND = ("precision", "lora", "threads", "tokens")
+COLUMNS = ("", "steps", *(f"{part} s" for part in (*PARTS, "whole")), "stock's whole / this", "peak GiB")
+
+
+def number(text: str) -> str | None:
+    """The last number of a text."""
+    found = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
+    return found[-1].rstrip(".") if found else None
+
+
+def right(completions, answer, **_):
+    """1 where the last number of a completion is the answer's."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(number(said[0]["content"]) == number(known)) for said, known in pairs]
+
+
+class Clock:
+    """Seconds of the parts of each step of a trainer, stock's or ours."""
+
+    def __init__(self, trainer):
+        self.seconds, self.steps = defaultdict(float), []
+        self.watch(trainer, "_generate", "rollout")
+        self.watch(trainer, "_compute_loss", "forward")
+        self.watch(trainer.accelerator, "backward", "backward")
+
+    def watch(self, owner, name, part):
+        stock = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            began = time.perf_counter()
+            try:
+                return stock(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - began
+
+        setattr(owner, name, timed)
+
+    def callback(self):
+        from transformers import TrainerCallback
+
+        clock = self
+
+        class Steps(TrainerCallback):
+            def on_step_begin(self, *args, **kwargs):
+                clock.seconds.clear()
+                clock.began = time.perf_counter()
+
+            def on_pre_optimizer_step(self, *args, **kwargs):
+                clock.seconds["optimizer"] -= time.perf_counter()
+
+            def on_optimizer_step(self, *args, **kwargs):
+                clock.seconds["optimizer"] += time.perf_counter()
+
+            def on_step_end(self, *args, **kwargs):
+                clock.steps.append(dict(clock.seconds) | {"whole": time.perf_counter() - clock.began})
+
+        return Steps()
+
+
+def run(options) -> dict:
+    """Train some steps and return what they took, and what they logged."""
+    warnings.filterwarnings("ignore")
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+    from grpo_ext.rollout import transformers_engine
+
+    torch.set_num_threads(options.threads)
+    lines = (Path(options.data) / "train.jsonl").read_text().splitlines()[: STEPS * ROWS // GROUP * 4]
+    rows = [json.loads(line) for line in lines]
+    ask = "Solve the problem step by step. End with the answer as a number.\n\n"
+    data = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": ask + row["question"]}], "answer": row["answer"]} for row in rows]
+    )
+    kind, config = (GRPOTrainer, GRPOConfig) if options.side == "stock TRL" else (GRPOExtTrainer, GRPOExtConfig)
+    own = {} if options.side == "stock TRL" else {"loss_defaults": "trl", "shared_prefix": "auto"}
+    if options.side == "before":
+        transformers_engine.forward_autocasts = lambda _: False
+    adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if options.lora else None
+    trainer = kind(
+        AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+        right,
+        config(
+            output_dir=tempfile.mkdtemp(),
+            use_cpu=True,
+            bf16=options.precision == "bf16",
+            gradient_checkpointing=False,
+            per_device_train_batch_size=ROWS // 2,
+            gradient_accumulation_steps=2,
+            num_generations=GROUP,
+            max_completion_length=options.tokens,
+            max_steps=STEPS,
+            learning_rate=1e-6,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=options.seed,
+            **own,
+        ),
+        data,
+        processing_class=AutoTokenizer.from_pretrained(options.model),
+        peft_config=adapter,
+    )
+    clock = Clock(trainer)
+    trainer.add_callback(clock.callback())
+    trainer.train()
+    log = [row for row in trainer.state.log_history if "loss" in row]
+    logged = [{name: row[name] for name in LOGGED} for row in log]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {"steps": clock.steps, "logged": logged, "gib": peak}
+
+
+def page(lines: list[dict]) -> str:
+    """The medians of all runs as a page, side by side."""
+    setting = f"{ROWS} completions a step in groups of {GROUP}, prompts of GSM8K, float32 weights, on a CPU."
+    text = [
+        "# Steps of a real model",
+        "",
+        f"{setting} Medians of all steps; ratios are of steps with the same seed.",
+        "",
+    ]
+    for kind in sorted({tuple(line[name] for name in KIND) for line in lines}, key=str):
+        mine = [line for line in lines if tuple(line[name] for name in KIND) == kind]
+        precision, lora, threads, tokens = kind
+        text += [f"## {precision}, {'LoRA' if lora else 'full'}, {threads} threads, {tokens} tokens", ""]
+        text += ["| " + " | ".join(COLUMNS) + " |", "| --- " * len(COLUMNS) + "|"]
+        text += [row for side in SIDES if (row := row_of(side, mine))]
+        text += [""]
+    return "\n".join(text)
+
+
+def row_of(side: str, lines: list[dict]) -> str:
+    """A row of the table; empty where the side has no runs."""
+    own = [line for line in lines if line["side"] == side]
+    steps = [step for line in own for step in line["steps"]]
+    if not steps:
+        return ""
+    stock = {line["seed"]: line["steps"] for line in lines if line["side"] == "stock TRL"}
+    pairs = [pair for line in own for pair in zip(stock.get(line["seed"], []), line["steps"], strict=False)]
+    ratios = [theirs["whole"] / ours["whole"] for theirs, ours in pairs]
+    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    parts = [f"{statistics.median(step.get(part, 0.0) for step in steps):.1f}" for part in (*PARTS, "whole")]
+    gib = f"{statistics.median(line['gib'] for line in own):.1f}"
+    return "| " + " | ".join((SIDES[side], str(len(steps)), *parts, spread, gib)) + " |"
+
+
+def measured(options, side: str, seed: int) -> dict:
+    """A run of a side in a process of its own."""
+    given = [f"--{name}={getattr(options, name)}" for name in ("model", "data", "precision", "threads", "tokens")]
+    argv = [sys.executable, __file__, *given, f"--side={side}", f"--seed={seed}", *["--lora"] * options.lora]
+    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(argv, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Run what is not there yet, and rewrite the page."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "float32"))
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args()
+    kind = {name: getattr(options, name) for name in KIND}
+    if options.side:
+        print(json.dumps({"side": options.side, "seed": options.seed} | kind | run(options)))
+        return
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    for seed, side in itertools.product(range(options.seeds), options.sides):
+        if any((kind | {"side": side, "seed": seed}).items() <= line.items() for line in lines):
+            continue
+        lines.append(measured(options, side, seed))
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(lines[-1]) + "\n")
+        print(side, seed, [round(step["whole"], 1) for step in lines[-1]["steps"]], flush=True)
+    PAGE.write_text(page(lines))
+
+
+if __name__ == "__main__":
+    main()
