@@ -34,7 +34,7 @@ class InSequence(GRPOExtTrainer):
 
     def __init__(self, *args, ahead, **kwargs):
         super().__init__(*args, **kwargs)
-        self.ahead, self._older, self.collector._published = ahead, True, self._publish
+        self.ahead, self._samples_ahead, self.collector._published = ahead, True, self._publish
 
     def _publish(self, sampler):
         window = self._step // self._uses

@@ -39,16 +39,16 @@ def as_begun(spec: RewardSpec, columns: Columns, template: str) -> Columns:
     if not any(tags):
         return columns
     both = zip(columns["completions"], tags, strict=True)
-    return {**columns, "completions": [_begun(completion, tag) for completion, tag in both]}
+    return {**columns, "completions": [_with_tag(completion, tag) for completion, tag in both]}
 
 
-def _begun(completion: Any, tag: str) -> Any:
+def _with_tag(completion: Any, tag: str) -> Any:
     if isinstance(completion, str):
         return completion if completion.lstrip().startswith(tag.strip()) else tag + completion
     *before, last = completion or [{}]
     if last.get("role", "assistant") != "assistant" or {"reasoning_content", "thinking"} & last.keys():
         return completion  # a turn without end, or reasoning that was parsed
-    return [*before, {**last, "content": _begun(content_text(last.get("content")), tag)}]
+    return [*before, {**last, "content": _with_tag(content_text(last.get("content")), tag)}]
 
 
 def check_clash(spec: RewardSpec, columns: Columns) -> None:

@@ -24,7 +24,7 @@ from grpo_ext.rollout.schedule import Orders, Schedule
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.in_flight import InFlight
-from grpo_ext.trainer.leaves import LeavesInBackground, Request, Submitted, done, leaves_of, request_of
+from grpo_ext.trainer.leaves import LeavesInBackground, Submitted, WindowRequest, done, leaves_of, request_of
 from grpo_ext.waiting import POLL_SECONDS, SIGNALLED, leaving
 
 Rows = list[dict[str, Any]]
@@ -46,7 +46,7 @@ class Running:
     schedule: Schedule
     drawn: Iterator[list[int]]
     background: LeavesInBackground
-    asked: dict[int, tuple[Request | None, Submitted]] = field(default_factory=dict)
+    asked: dict[int, tuple[WindowRequest | None, Submitted]] = field(default_factory=dict)
     window: int | None = None
 
 
@@ -66,7 +66,7 @@ class RolloutsAhead:
         self.trainer, self.sampler = trainer, sampler
         self.age, self.kept = 0, InFlight()
         self._running: Running | None = None
-        self._taken: tuple[Sequence[AttemptId], Finished] | None = None
+        self._window: tuple[Sequence[AttemptId], Finished] | None = None
 
     @property
     def asked(self) -> Sequence[int]:
@@ -87,15 +87,15 @@ class RolloutsAhead:
         running.window = window
         self._obey(running, running.schedule.before(window), count)
         self.age = window - running.schedule.version(window)
-        self._taken = trainer.attempts_of(window, count), self._take(running, window, rows)
+        self._window = trainer.attempts_of(window, count), self._take(running, window, rows)
         yield
-        self._taken, running.window = None, None
+        self._window, running.window = None, None
         del running.asked[window]  # till here a lost sampler may end the run before the window trains
         self._obey(running, running.schedule.after(window), count)
 
     def finished(self, attempts: Sequence[AttemptId]) -> Finished | None:
         """Return what the background has made of attempts; None where they are made now."""
-        return self._taken[1] if self._taken is not None and self._taken[0] == attempts else None
+        return self._window[1] if self._window is not None and self._window[0] == attempts else None
 
     def version(self) -> int | None:
         """Return the version that samples what is still missing of the window: groups that replace silent ones.

@@ -219,7 +219,7 @@ class GRPOExtTrainer(Lifecycle):
             self.rollout_func = self.collector.play
         if self.rollout_func is not None:
             self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
-        self._older = args.rollout_ahead > 0
+        self._samples_ahead = args.rollout_ahead > 0
         self.vllm_importance_sampling_correction = bool(args.sampler_rules)
         drift = self.use_vllm and args.rollout_drift != 0
         self._drift = DriftCheck(args, self.vllm_generation) if drift else None
@@ -326,7 +326,7 @@ class GRPOExtTrainer(Lifecycle):
             del batch["sampling_per_token_logps"]
             return
         elsewhere = self.use_vllm or (self.rollout_func is not None and self.acting is None)
-        if not elsewhere and not (self._older and mode == "train"):
+        if not elsewhere and not (self._samples_ahead and mode == "train"):
             batch[DRAWN] = batch.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
         elif self._drift is not None and mode == "train" and self.collector.age == 0:
             self._drift.due = True
@@ -357,7 +357,7 @@ class GRPOExtTrainer(Lifecycle):
     @property
     def _sampler_corrected(self) -> bool:
         """Whether the loss is corrected for what sampled the completions."""
-        elsewhere = self.use_vllm or (self._older and self.model.training)
+        elsewhere = self.use_vllm or (self._samples_ahead and self.model.training)
         return bool(elsewhere and self.vllm_importance_sampling_correction)
 
     def _check_drift(self, logps: Tensor, inputs: Mapping[str, Any]) -> None:
@@ -438,7 +438,7 @@ class GRPOExtTrainer(Lifecycle):
 
     def _without_samplers_old(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return the batches whose old log-probabilities are, in part at least, not the sampler's."""
-        if self.args.old_logps == "recomputed" or not (self.use_vllm or self._older) or not batches:
+        if self.args.old_logps == "recomputed" or not (self.use_vllm or self._samples_ahead) or not batches:
             return batches
         unknown = [(batch["sampling_per_token_logps"].isnan() & live_mask(batch).bool()).any() for batch in batches]
         anywhere = self.accelerator.gather(torch.stack(unknown)).view(-1, len(batches)).any(dim=0)

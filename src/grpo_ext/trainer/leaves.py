@@ -37,7 +37,7 @@ _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 @dataclass(frozen=True)
-class Request:
+class WindowRequest:
     """Rows to complete and score.
 
     Attributes:
@@ -73,7 +73,7 @@ class Play:
     waits: bool
     options: Mapping[str, Any]
 
-    def __call__(self, request: Request, sampler: Sampler) -> Played:
+    def __call__(self, request: WindowRequest, sampler: Sampler) -> Played:
         """Play one attempt for each row."""
         attempts, renderer = request.attempts, Renderer(self.acting.tokenizer, self.options)
         engine = WaveEngine(partial(sampler.sample, request.version), request.step, attempts, waits=self.waits)
@@ -124,13 +124,13 @@ class Leaves:
         self._processing: Any = copy.deepcopy(processing_class)
         self._tokenizer: Any = getattr(self._processing, "tokenizer", self._processing)
 
-    def completed(self, request: Request) -> Finished:
+    def completed(self, request: WindowRequest) -> Finished:
         """Sample the completions of a request, or play its environments."""
         began = time.monotonic()
         made = self._sampled(request) if self.play is None else self._played(request, self.play)
         return replace(made, seconds=time.monotonic() - began)
 
-    def scored(self, request: Request, made: Finished) -> Finished:
+    def scored(self, request: WindowRequest, made: Finished) -> Finished:
         """Score completions by all functions; models score on the main thread."""
         began = time.monotonic()
         rows = [dict(row) for row in request.rows]
@@ -140,7 +140,7 @@ class Leaves:
         scored = scored_by(self.scorers, columns, self.loop)
         return replace(made, scored=scored, seconds=made.seconds + time.monotonic() - began)
 
-    def _sampled(self, request: Request) -> Finished:
+    def _sampled(self, request: WindowRequest) -> Finished:
         streams = [attempt.stream() for attempt in request.attempts]
         sampled = self.sampler.sample(request.version, request.prompt_ids, [self.limit] * len(streams), streams)
         ids = [list(one.ids) for one in sampled]
@@ -149,7 +149,7 @@ class Leaves:
         kept = [one.kept for one in sampled if one.kept is not None]
         return Finished(ids, logprobs, self._texts(request.rows, request.prompt_ids, ids), kept=kept)
 
-    def _played(self, request: Request, play: Play) -> Finished:
+    def _played(self, request: WindowRequest, play: Play) -> Finished:
         played = play(request, self.sampler)
         trajectories = [trajectory for trajectory, _ in played]
         made = batch(trajectories, self.ends)
@@ -200,7 +200,7 @@ def leaves_of(trainer: Any, sampler: Sampler) -> Leaves:
 
 def request_of(
     trainer: Any, rows: Sequence[Row], attempts: Sequence[AttemptId], version: int, step: int | None = None
-) -> Request:
+) -> WindowRequest:
     """Return the request for a trainer's rows; main thread.
 
     Args:
@@ -214,7 +214,9 @@ def request_of(
     prompts = [] if trainer.acting is not None else copy.deepcopy([row["prompt"] for row in rows])
     ids = trainer._tokenize_prompts(prompts)[0] if prompts else []
     known = [row for row in trainer.state.log_history if row.get("step", 0) <= step]
-    return Request(rows, ids, attempts, version, step, replace(trainer.state, global_step=step, log_history=known))
+    return WindowRequest(
+        rows, ids, attempts, version, step, replace(trainer.state, global_step=step, log_history=known)
+    )
 
 
 def done(result: T) -> Future[T]:
@@ -233,11 +235,11 @@ class LeavesInBackground:
 
     def __init__(self, leaves: Leaves) -> None:
         self._completing = Background(leaves.completed)
-        self._scoring: Background[tuple[Request, Future[Finished]], Finished] = Background(
+        self._scoring: Background[tuple[WindowRequest, Future[Finished]], Finished] = Background(
             lambda asked: leaves.scored(asked[0], asked[1].result())
         )
 
-    def submit(self, request: Request, made: Finished | None = None) -> Submitted:
+    def submit(self, request: WindowRequest, made: Finished | None = None) -> Submitted:
         """Queue a request, or only the scoring of what was `made` of it."""
         completed = self._completing.submit(request) if made is None else done(made)
         return Submitted(completed, self._scoring.submit((request, completed)))

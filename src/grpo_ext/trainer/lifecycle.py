@@ -71,7 +71,7 @@ class Lifecycle(GRPOTrainer):
     _group_means: Any
     _initial: InitialWeights | None = None
     """Those of an adapter, which are its reference."""
-    _leaving = False
+    _ends_early = False
     """True while a run is ended early: its checkpoint must hold what a resume needs, also with `save_only_model`."""
     _record: Mapping[str, Any] | None = None
     _reference_checked = True
@@ -116,7 +116,7 @@ class Lifecycle(GRPOTrainer):
             self._figures.clear()
             self._metrics["train"].clear()
             self.collector.reset()
-            self._epoch_began, self._stopped_at, self._leaving = (0, 0), None, False
+            self._epoch_began, self._stopped_at, self._ends_early = (0, 0), None, False
             self._record = saving.run_identity(self)
             checkpoint = start(self.args, resume_from_checkpoint, self._record)
             if self.recipe_record is not None or self.args.save_strategy != "no":
@@ -155,7 +155,7 @@ class Lifecycle(GRPOTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         total = self._total_loss_scalar
         if self._guard.requested:  # save and stop, once; an evaluation could outlast a grace period
-            self._leaving, step = True, self.state.global_step
+            self._ends_early, step = True, self.state.global_step
             self.control.should_save = self._stopped_at != step  # the end of an epoch calls this a second time
             self.control.should_evaluate = False
             self.control.should_training_stop = True

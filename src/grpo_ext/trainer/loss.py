@@ -93,7 +93,7 @@ def _terms(trainer: Any, model: nn.Module, part: Part, totals: StepTotals, mode:
 
 def with_samplers_old(trainer: Any, logps: Tensor, inputs: MicroBatch, live: Tensor | None) -> MicroBatch:
     """Return a micro-batch whose old log-probabilities are the sampler's, where it has them, if so configured."""
-    otherwise = trainer.use_vllm or trainer._older
+    otherwise = trainer.use_vllm or trainer._samples_ahead
     if trainer.args.old_logps == "recomputed" or not otherwise or "sampling_per_token_logps" not in inputs:
         return inputs
     sampler = inputs["sampling_per_token_logps"].to(logps.dtype)

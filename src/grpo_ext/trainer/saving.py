@@ -44,7 +44,7 @@ def save_checkpoint(trainer: Any, trial: Any, stock: Callable[[], None]) -> None
     check_weights(trainer.model, run)
     trainer.check_reference()
     final = Path(trainer._get_output_dir(trial)) / f"checkpoint-{run.global_step}"
-    folder, whole = final.parent / writing.SAVING / final.name, trainer._leaving or not args.save_only_model
+    folder, whole = final.parent / writing.SAVING / final.name, trainer._ends_early or not args.save_only_model
     with writer.reporting(final, final.parent), writer.aside():
         writer.attempt(stock)
         if whole and args.save_only_model:
@@ -75,13 +75,13 @@ def _save_own(trainer: Any, folder: Path) -> None:
     state.write(trainer, folder, (epoch, trainer._step - began))
     if (ahead := trainer.collector.ahead) is not None:
         replaces = trainer.collector.dynamic is not None and trainer.args.should_save
-        made = ahead.in_flight(waits=not trainer._leaving, replaces=replaces)
+        made = ahead.in_flight(waits=not trainer._ends_early, replaces=replaces)
         in_flight.write(folder, trainer.accelerator.process_index, made)
 
 
 def save_and_explain(trainer: Any, error: Exception) -> None:
     """Save a checkpoint before a run ends because it cannot sample, and name it in the error."""
-    trainer._leaving, step = True, trainer.state.global_step
+    trainer._ends_early, step = True, trainer.state.global_step
     folder = Path(trainer._get_output_dir(None)) / f"checkpoint-{step}"
     saved = agreed((folder / MANIFEST).exists)  # all processes save or none: one may be creating it already
     if step and not saved:
