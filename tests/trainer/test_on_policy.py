@@ -160,6 +160,9 @@ class Drift:
         self.shown.append(int((logps * inputs["completion_mask"] != 0).sum() - inputs["completion_mask"].sum()))
         return {}
 
+    def to_list(self):
+        return []
+
 
 @pytest.mark.parametrize("windows", ["one window", "two windows", "two iterations"])
 @pytest.mark.parametrize("corrected", [True, False])
