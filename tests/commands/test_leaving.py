@@ -20,9 +20,13 @@ MOST = 60
 
 KINDS = {
     "a reward": {"reward_funcs": [{"func": "support.slow_rewards:hangs_once", "isolate": True}]},
-    "an environment": {"environments": [{"path": "support.worlds:HangsOnce", "kwargs": {}}]},
+    "an environment": {
+        "environments": [{"path": "support.worlds:HangsOnce"}],
+        "environment_waves": "turn",
+        "reward_funcs": [{"func": "support.interrupted:spread"}],
+    },
 }
-ASKED = {"a reward": {"HANGS_IN_STEP": "4"}, "an environment": {"HANGS_IN_TURN": "60"}}
+ASKED = {"a reward": {"HANGS_IN_STEP": "4"}, "an environment": {"HANGS_IN_GAME": "28"}}
 
 
 def run(kind, model, folder, monkeypatch, **asked):
@@ -33,7 +37,7 @@ def run(kind, model, folder, monkeypatch, **asked):
     values |= {"max_steps": 6, "logging_steps": 3, "save_strategy": "steps", "save_steps": 2, "num_iterations": 1}
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values | {"dataset_name": str(folder / "rows.jsonl")}))
-    for name, value in ({"TRAINER": str(os.getpid()), "TURNS_PLAYED": str(folder / "turns")} | asked).items():
+    for name, value in ({"TRAINER": str(os.getpid()), "GAMES_BEGUN": str(folder / "games")} | asked).items():
         monkeypatch.setenv(name, value)
     return train(load_recipe(["--config", str(folder / "recipe.yaml")]))
 

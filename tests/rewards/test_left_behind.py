@@ -82,7 +82,7 @@ def test_the_time_in_which_the_end_of_a_worker_is_awaited_is_not_counted_for_oth
     other = SimpleNamespace(stream="other", deadline=3.0)  # may have answered by then
     monkeypatch.setattr(pool, "wait", lambda streams, until: {"dying"})
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    assert list(pool._finished([dying, other])) == [(dying, died)]
+    assert list(pool._finished([dying, other], seconds=1.0)) == [(dying, died)]
 
 
 def test_the_state_that_travels_does_not_grow_with_the_log():

@@ -49,7 +49,7 @@ CASES = {
 
 def spread(completions, **_):
     """A reward that differs for almost any two texts."""
-    return [sum(map(ord, completion)) % 97 / 97 for completion in completions]
+    return [sum(map(ord, str(completion))) % 97 / 97 for completion in completions]
 
 
 def spread_until_told(completions, trainer_state, **_):

@@ -14,7 +14,7 @@ def slow(completions, trainer_state, **_):
 
 def hangs_once(completions, trainer_state, **_):
     """Ends the run and hangs in the step that HANGS_IN_STEP names, the first time."""
-    sign = Path(os.environ["TURNS_PLAYED"])
+    sign = Path(os.environ["GAMES_BEGUN"])
     if str(trainer_state.global_step + 1) == os.environ.get("HANGS_IN_STEP") and not sign.exists():
         sign.touch()
         os.kill(int(os.environ["TRAINER"]), signal.SIGTERM)

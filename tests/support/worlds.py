@@ -297,18 +297,17 @@ def add(number: int) -> int:
 
 
 class HangsOnce(Conversation):
-    """Pays for the length of each of two messages; in the turn that HANGS_IN_TURN counts it ends the run and hangs."""
+    """Two messages; the game that HANGS_IN_GAME counts ends the run and hangs, the first time."""
 
     def reset(self, row):
-        self.left = 2
-
-    def step(self, message):
-        self.left -= 1
-        sign = os.environ["TURNS_PLAYED"]
+        self.left, sign = 2, os.environ["GAMES_BEGUN"]
         with open(sign, "ab") as file:
             file.write(b".")
-        if os.path.getsize(sign) >= int(os.environ.get("HANGS_IN_TURN", 1e9)) and not os.path.exists(f"{sign}.hung"):
+        if os.path.getsize(sign) >= int(os.environ.get("HANGS_IN_GAME", 1e9)) and not os.path.exists(f"{sign}.hung"):
             Path(f"{sign}.hung").touch()
             os.kill(int(os.environ["TRAINER"]), signal.SIGTERM)
             time.sleep(120)
+
+    def step(self, message):
+        self.left -= 1
         return Step("on", len(message["content"]) % 7 / 7, not self.left)

@@ -192,7 +192,7 @@ def test_evaluation_uses_its_own_number_of_generations(model_path, tmp_path):
 
 def test_without_sampler_log_probabilities_there_is_no_drift_check(model_path, tmp_path):
     trainer = build(model_path, tmp_path, rollout=scripted_rollout, max_steps=1)
-    trainer._drift = SimpleNamespace(due=False)  # where a trainer with vLLM has a DriftCheck
+    trainer._drift = SimpleNamespace(due=False, to_list=list)  # where a trainer with vLLM has a DriftCheck
     trainer.train()
     assert trainer.state.global_step == 1
     assert not trainer._drift.due

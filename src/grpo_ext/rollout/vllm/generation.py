@@ -363,8 +363,9 @@ class Generation(vllm_generation.VLLMGeneration):
         else:
             seeds = [int(stream.integers(2**31)) for stream in streams]
             _, ids, values, tokens = self._by_seeds(contexts, seeds, limits)
-        rows, bound = zip(ids, values or [], tokens or [None] * len(ids), strict=True), self.sets_bound
-        return [read(*row, bound=bound if self.keeps and self.model.training else None) for row in rows]
+        bound = self.sets_bound if self.keeps and self.model.training else None
+        rows = zip(ids, values or [], tokens or [None] * len(ids), strict=True)
+        return [read(*row, bound=bound) for row in rows]
 
     @property
     def asked(self) -> int:
@@ -420,9 +421,8 @@ class Generation(vllm_generation.VLLMGeneration):
         """
         if self.mode == "server":
             return self._answered(partial(self._by_requests, prompts, seeds, limits))
-        missing = max(gather_object([len(prompts)])) - len(prompts) if self.together else 0
-        rows = self._of_engine([*zip(seeds, limits, strict=True), *[(0, 1)] * missing])
-        filled = prompts + [[0]] * missing  # TRL's takes as many rows of each rank
+        rows, width = self._of_engine(list(zip(seeds, limits, strict=True)))
+        filled = prompts + [[0]] * (width - len(prompts))  # TRL's takes as many rows of each rank
         with temporarily(self.llm, generate=partial(each_seeded, self.llm.generate, rows)):
             made = super().generate(filled, images, 1, profiler)
         return tuple(part and part[: len(prompts)] for part in made)
@@ -441,16 +441,18 @@ class Generation(vllm_generation.VLLMGeneration):
             self.sync_weights()
         return answer
 
-    def _of_engine(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return seeds and limits of all rows of a colocated engine: with tensor parallelism its ranks', in order.
+    def _of_engine(self, rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
+        """Return seeds and limits of all rows of a colocated engine, and the number of rows of each rank.
 
-        Every rank must give a row the same seed, or the ranks sample different tokens for it.
+        With tensor parallelism they are its ranks', in order, filled up to as many as the largest has. Every rank must
+        give a row the same seed, or the ranks sample different tokens for it.
         """
         if self.tensor_parallel_size == 1:
-            return rows
+            return rows, len(rows)
         gathered: list[list[tuple[int, int]]] = [[]] * self.tensor_parallel_size
         torch.distributed.all_gather_object(gathered, rows, group=self.tp_group)
-        return [row for of_rank in gathered for row in of_rank]
+        width = max(map(len, gathered))
+        return [row for of_rank in gathered for row in of_rank + [(0, 1)] * (width - len(of_rank))], width
 
     def _by_requests(self, prompts: list[list[int]], seeds: list[int], limits: Sequence[int]) -> Completions | None:
         """Generate by a server: the main process sends a request for each row of all processes."""
