@@ -7,7 +7,28 @@ import time
 
 logger = logging.getLogger(__name__)
 
-leaving = threading.Event()
+
+class Leaving(threading.Event):
+    """An event that knows when it was set.
+
+    Attributes:
+        since: by `time.monotonic`; infinity while it is not set.
+    """
+
+    since = math.inf
+
+    def set(self) -> None:
+        """Set it."""
+        self.since = min(self.since, time.monotonic())
+        super().set()
+
+    def clear(self) -> None:
+        """Undo `set`."""
+        super().clear()
+        self.since = math.inf
+
+
+leaving = Leaving()
 """Set when a signal ends the run: waits then end without what they wait for."""
 SIGNALLED = "not waited for, since a signal ends the run"
 POLL_SECONDS = 0.5
@@ -51,7 +72,6 @@ class Wait:
 
     def __init__(self, what: str, limit: float, setting: str, grace: float = 0.0) -> None:
         self.what, self.limit, self.setting, self.grace = what, limit, setting, grace
-        self._signalled = math.inf
         self.silent, self._told = max(SILENT_SECONDS, 2 * _told_of.get(what, 0.0)), False
         self.since = time.monotonic()
 
@@ -73,17 +93,24 @@ class Wait:
         Raises:
             WaitedInVain: the limit has passed, or a signal ends the run.
         """
+        seconds = self.look()
+        if self.left <= 0:
+            raise WaitedInVain(f"no sign of life for {self.setting}={self.limit:g} s", self.since)
+        return min(seconds, self.left)
+
+    def look(self) -> float:
+        """Return the same where the caller keeps the limit.
+
+        Raises:
+            WaitedInVain: a signal ends the run.
+        """
         now = time.monotonic()
         silent = now - self.since
-        if leaving.is_set():
-            self._signalled = min(self._signalled, now)
-            if now - self._signalled >= self.grace:
-                raise WaitedInVain(SIGNALLED, self.since)
-        if silent >= self.limit:
-            raise WaitedInVain(f"no sign of life for {self.setting}={self.limit:g} s", self.since)
+        if now - leaving.since >= self.grace:
+            raise WaitedInVain(SIGNALLED, self.since)
         if silent >= self.silent and not self._told:
             self._told = True
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.limit - silent))
             line = f"no sign of life for {silent:.0f} s. Waiting until {until} ({self.setting}={self.limit:g} s)."
             logger.warning(f"{self.what}: {line}")
-        return min(POLL_SECONDS, self.limit - silent)
+        return POLL_SECONDS

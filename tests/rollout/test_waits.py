@@ -301,3 +301,19 @@ def test_a_process_that_decodes_for_long_shows_that_it_lives():
     beat()
     beat()
     assert sent == [1]
+
+
+def test_a_wait_whose_limit_its_caller_keeps_ends_on_a_signal_only_after_its_grace(monkeypatch):
+    """Also where this process was stopped for longer than the limit."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    first = Wait("reward slow", 10.0, "timeout", grace=5.0)
+    now[0] = 1000.0
+    assert first.look() == waiting.POLL_SECONDS
+    waiting.leaving.set()
+    now[0] = 1004.0
+    assert Wait("another", 10.0, "timeout", grace=5.0).look() == waiting.POLL_SECONDS
+    now[0] = 1006.0
+    for wait in (first, Wait("a third", 10.0, "timeout", grace=5.0)):
+        with pytest.raises(WaitedInVain, match="a signal ends the run"):
+            wait.look()

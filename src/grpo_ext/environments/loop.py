@@ -23,8 +23,7 @@ from grpo_ext.waiting import GRACE_SECONDS, Wait, WaitedInVain
 
 TEMPLATE = "template"
 """Kind of failure: the chat template cannot render the conversation."""
-SLACK_SECONDS = 60.0
-"""For what begins before a turn's time, and ends after it: a fork, a large answer."""
+_LONG = 3600.0
 _MOMENT = 0.005
 """Seconds for which answers are collected into one wave."""
 
@@ -218,11 +217,13 @@ class Attempts:
             if not self._computing and not self.engine.pending:
                 return
             idle = self.engine.waits or not self._ready
-            try:
-                seconds = waited.seconds() if idle else _MOMENT
-            except WaitedInVain:
-                self._leaves = True
-                return
+            seconds = _LONG if idle else _MOMENT
+            if idle and not self.engine.pending:  # a sampler has waits of its own
+                try:
+                    seconds = waited.look()
+                except WaitedInVain:
+                    self._leaves = True
+                    return
             found, sampled = answers(list(self._computing), seconds, self.engine.descriptor)
             if found:
                 waited.progressed()
@@ -231,11 +232,11 @@ class Attempts:
                 return
 
     def _wait(self) -> Wait:
-        """Return the wait for the environments that compute; each has a deadline, which comes before its limit."""
+        """Return the wait for the environments that compute; each has a deadline of its own."""
         specs = [attempt.task.spec for attempt in self._computing.values()]
         names = ", ".join(sorted({spec.name for spec in specs}))
         longest = max((spec.turn_timeout for spec in specs), default=0.0)
-        return Wait(f"environment {names}", longest + SLACK_SECONDS, "turn_timeout", GRACE_SECONDS)
+        return Wait(f"environment {names}", longest, "turn_timeout", GRACE_SECONDS)
 
     def _handle(self, attempt: _Attempt, answer: Answer) -> None:
         attempt.figures.seconds += answer.seconds

@@ -160,7 +160,7 @@ class Lifecycle(GRPOTrainer):
             self.control.should_evaluate = False
             self.control.should_training_stop = True
             self._stopped_at = step
-        self._writer.go_back = saving.after_step(self)
+        self._writer.go_back = lambda: None  # an evaluation leaves the run as it is after the step
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._writer.go_back = saving.after_step(self)
         if self._guard.skipped_since_log and self._globalstep_last_logged == self.state.global_step:

@@ -15,8 +15,6 @@ from grpo_ext.rewards.workers.worker import packed_call
 from grpo_ext.waiting import GRACE_SECONDS, Wait, WaitedInVain
 
 PROGRAM = "from grpo_ext.rewards.workers.worker import main; main()"
-SLACK_SECONDS = 10.0
-"""For what happens between a job's end and the next."""
 NO_TIME_LEFT = "no time was left to score it"
 
 
@@ -118,7 +116,7 @@ class Pool:
             Interrupted: another thread interrupts the pool, or a signal ends the run and a job does not end.
         """
         longest = max((job.timeout for job in jobs), default=0.0) + child_processes.LOADING_SECONDS
-        waited = Wait(_named(jobs), longest + SLACK_SECONDS, "timeout and loading", GRACE_SECONDS)
+        waited = Wait(_named(jobs), longest, "timeout and loading", GRACE_SECONDS)
         outcomes: dict[int, Outcome] = {}
         waiting = list(range(len(jobs)))
         busy: dict[Worker, tuple[int, int]] = {}  # place, job
@@ -207,7 +205,7 @@ def _patience(waited: Wait) -> float:
         Interrupted: a signal ends the run.
     """
     try:
-        return waited.seconds()
+        return waited.look()
     except WaitedInVain as error:
         raise Interrupted(str(error)) from None
 
