@@ -14,6 +14,7 @@ import psutil
 import pytest
 from tokenizers import decoders
 
+from grpo_ext import waiting
 from grpo_ext.child_processes import FOLDER_PREFIX, LOADING_SECONDS
 from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.hosts import EnvironmentHost
@@ -289,6 +290,14 @@ def test_requests_are_sent_as_attempts_are_ready(hosts):
         done, _ = run(hosts, tasks(spec("Slow"), [{"seconds": [0.0] * 3}] * 3), engine)
     assert [(len(t.turns), t.failure) for t in done] == [(3, None)] * 3
     assert engine.waves[-2:] == [[0], [0]]
+
+
+def test_a_turn_that_takes_long_is_not_a_wait_for_an_environment(hosts, monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.1)
+    with closing(Requests([1.0])) as engine:
+        done, _ = run(hosts, tasks(spec("Slow"), [{"seconds": [0.0] * 2}]), engine)
+    assert [len(t.turns) for t in done] == [2]
+    assert "no sign of life" not in caplog.text
 
 
 def test_waves_of_turns_do_not_depend_on_the_time_that_environments_take(hosts):

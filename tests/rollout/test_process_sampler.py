@@ -14,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import SamplerLost
-from grpo_ext.rollout.process.child import built, padded
+from grpo_ext.rollout.decoding import padded
+from grpo_ext.rollout.process.child import built
 from grpo_ext.rollout.process.memory_file import MemoryFile, load
 from grpo_ext.rollout.process.messages import ModelSpec
 from grpo_ext.rollout.process.policy import process_sampler

@@ -113,7 +113,7 @@ SETTINGS: dict[str, Setting] = {
         top_entropy_quantile=Setting(_UNIT),
         old_logps=Setting(choices=("recomputed", "sampler")),
     ),
-    # The sampler's correction: a recorded batch has its weights.
+    # The sampler's correction.
     **_group(
         Change.ANOTHER_RUN,
         "sampler_correction",
@@ -143,6 +143,8 @@ SETTINGS: dict[str, Setting] = {
     # Rollouts.
     **_group(
         Change.ANOTHER_RUN,
+        "use_vllm",
+        "generation_kwargs",
         *("ds3_gather_for_generation", "chat_template_kwargs", "cache_implementation", "use_transformers_paged"),
         *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
         *("vllm_structured_outputs_regex", "vllm_engine_kwargs"),
@@ -151,12 +153,10 @@ SETTINGS: dict[str, Setting] = {
         top_k=Setting(Within(least=0.0, because="0 switches it off")),
         min_p=Setting(Within(least=0.0, below=1.0, because=f"at 1 {GREEDY}")),
         repetition_penalty=Setting(_POSITIVE),
-        generation_kwargs=Setting(),
         rollout_engine=Setting(choices=("auto", "grouped", "generate", "process")),
         rollout_ahead=Setting(NOT_NEGATIVE),
         dynamic_sampling=Setting(text="Write reward, or the name of one of the rewards, or leave it out."),
         completion_length_counts=Setting(choices=("all", "policy")),
-        use_vllm=Setting(),
         vllm_mode=Setting(choices=("server", "colocate")),
         vllm_model_impl=Setting(choices=("vllm", "transformers")),
         vllm_dtype=Setting(choices=("auto", "float32", "bfloat16", "float16")),
@@ -185,12 +185,12 @@ SETTINGS: dict[str, Setting] = {
     ),
     **_group(
         Change.ANOTHER_RUN,
+        "reward_weights",
         *("shuffle_dataset", "dataloader_drop_last", "dataloader_in_order", "ignore_data_skip"),
         *("auto_find_batch_size", "remove_unused_columns"),
         _each(_SEED, "seed", "data_seed"),
         generation_batch_size=Setting(COUNT),
         num_iterations=Setting(COUNT),
-        reward_weights=Setting(),
         label_smoothing_factor=Setting(unused="GRPO has no labels to smooth"),
         label_names=Setting(unused="GRPO has no labels"),
         train_sampling_strategy=Setting(unused="the sampler keeps the completions of a prompt together"),
@@ -204,9 +204,10 @@ SETTINGS: dict[str, Setting] = {
         dataloader_multiprocessing_context=Setting(choices=("fork", "spawn", "forkserver")),
     ),
     # The optimizer and its schedule.
-    **_group(Change.LENGTH, max_steps=Setting(), num_train_epochs=Setting(_POSITIVE)),
+    **_group(Change.LENGTH, "max_steps", num_train_epochs=Setting(_POSITIVE)),
     **_group(
         Change.ANOTHER_RUN,
+        "sync_ref_model",
         *("optim_target_modules", "optim_args", "lr_scheduler_kwargs", "average_tokens_across_devices"),
         _each(NOT_NEGATIVE, "warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha"),
         _each(BELOW_ONE, "adam_beta1", "adam_beta2"),
@@ -214,7 +215,6 @@ SETTINGS: dict[str, Setting] = {
         learning_rate=Setting(NOT_NEGATIVE),
         lr_scheduler_type=Setting(choices=_values(SchedulerType)),
         adam_epsilon=Setting(_POSITIVE),
-        sync_ref_model=Setting(),
     ),
     **_group(Change.NOTHING, on_nonfinite=Setting(choices=("stop", "skip"))),
     # The model, its engines and the machine.
@@ -242,11 +242,11 @@ SETTINGS: dict[str, Setting] = {
     # Logging.
     **_group(
         Change.NOTHING,
+        "disable_tqdm",
         *("include_num_input_tokens_seen", "log_completions", "log_completions_hub_repo", "log_multimodal"),
         *("log_on_each_node", "log_unique_prompts", "logging_first_step", "logging_nan_inf_filter"),
         *("project", "run_name"),
         *("trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
-        disable_tqdm=Setting(),
         log_level=Setting(choices=tuple(trainer_log_levels)),
         log_level_replica=Setting(choices=tuple(trainer_log_levels)),
         logging_strategy=Setting(choices=_INTERVALS),

@@ -4,6 +4,7 @@
 transformers. Samples have the distribution of `generate`, and greedy completions are identical to its own.
 """
 
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -274,3 +275,22 @@ def padding(config: GenerationConfig) -> int:
         return config.pad_token_id
     eos = config.eos_token_id
     return eos[0] if isinstance(eos, list) else eos or 0
+
+
+def padded(
+    contexts: Sequence[Sequence[int]], pad: int, multiple: int | None
+) -> tuple[Int[Tensor, "rows time"], Int[Tensor, "rows time"]]:
+    """Return contexts padded on the left, as TRL pads them, and their mask."""
+    longest = max(map(len, contexts))
+    width = longest if multiple is None else -(-longest // multiple) * multiple
+    ids = torch.full((len(contexts), width), pad)
+    mask = torch.zeros_like(ids)
+    for i, context in enumerate(contexts):
+        ids[i, width - len(context) :] = torch.tensor(context)
+        mask[i, width - len(context) :] = 1
+    return ids, mask
+
+
+def ended(ids: list[int], ends: Collection[int]) -> list[int]:
+    """Return a completion up to the token that ends it."""
+    return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids)) + 1]

@@ -13,16 +13,15 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import LogitsProcessorList, Trainer
+from transformers import LogitsProcessorList, PreTrainedModel, Trainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
-from trl.trainer.utils import pad
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
 from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
-from grpo_ext.rollout.decoding import decode
+from grpo_ext.rollout.decoding import decode, ended, padded
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
@@ -115,7 +114,9 @@ class TransformersSampler:
     ) -> list[Sampled]:
         """Sample a completion after each context, as `PolicySampler` does."""
         longest, rows = max(limits, default=1), len(contexts)
-        beyond = [len(ids) + longest > self._positions for ids in contexts]
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        positions = positions_of(model, cast(GRPOExtConfig, self.trainer.args)) or math.inf
+        beyond = [len(ids) + longest > positions for ids in contexts]
         if any(beyond) and not all(beyond) and not self.together and not fields:
             return self._in_two(contexts, limits, streams, beyond)  # the others must not run out of positions
         if self.together:  # the same number of rows and tokens on every process
@@ -130,11 +131,6 @@ class TransformersSampler:
             Sampled(one.ids[:limit], None if one.logps is None else one.logps[:limit], one.kept)
             for one, limit in zip(made, limits, strict=False)
         ]
-
-    @property
-    def _positions(self) -> float:
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
     def _in_two(
         self,
@@ -162,7 +158,7 @@ class TransformersSampler:
         with profiling_context(trainer, "transformers.generate"), self._unwrapped() as model:
             output, drawn = self.engine.generate(model, uniforms, **inputs, generation_config=config)
         ends = frozenset(trainer.eos_token_ids)
-        ids = [_ended(row, ends) for row in output[:, width:].tolist()]
+        ids = [ended(row, ends) for row in output[:, width:].tolist()]
         unknown = [None] * len(ids)
         rows = zip(ids, drawn.logps[-1].tolist() if drawn.logps else unknown, drawn.kept(ids) or unknown, strict=True)
         return [Sampled(its, known and known[: len(its)], kept) for its, known, kept in rows]
@@ -170,15 +166,11 @@ class TransformersSampler:
     def _tensors(self, contexts: list[list[int]], fields: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the inputs of `generate`, padded on the left."""
         multiple: Any = self.trainer.pad_to_multiple_of
-        rows = [torch.tensor(ids) for ids in contexts]
-        left = partial(pad, padding_side="left", pad_to_multiple_of=multiple)
-        found = {
-            "input_ids": left(rows, padding_value=self.trainer._tokenizer.pad_token_id),
-            "attention_mask": left([torch.ones_like(row) for row in rows], padding_value=0),
-        }
+        ids, mask = padded(contexts, self.trainer._tokenizer.pad_token_id, multiple)
+        found = {"input_ids": ids, "attention_mask": mask}
         for name, value in fields.items():
             if isinstance(value, list) and value and isinstance(value[0], list):  # of each token
-                found[name] = left([torch.tensor(row) for row in value], padding_value=0)
+                found[name] = padded(value, 0, multiple)[0]
             else:
                 found[name] = value if isinstance(value, Tensor) else torch.tensor(np.array(value))
         return found
@@ -225,9 +217,11 @@ def transformers_sampler(trainer: GRPOTrainer, args: GRPOExtConfig) -> Transform
     return TransformersSampler(trainer, grouped_engine(args, sharded=trainer.is_fsdp_enabled))
 
 
-def _ended(ids: list[int], ends: frozenset[int]) -> list[int]:
-    """Return a completion up to the token that ends it."""
-    return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids)) + 1]
+def positions_of(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
+    """Return the positions that model and engine have, if that is known."""
+    known = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+    known += [args.vllm_max_model_length] if args.use_vllm else []
+    return min((int(positions) for positions in known if positions), default=None)
 
 
 def forward_autocasts(model: Any) -> bool:

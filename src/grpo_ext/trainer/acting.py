@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -31,13 +31,6 @@ logger = logging.getLogger(__name__)
 
 Played = Sequence[tuple[Trajectory, AttemptFigures]]
 """Attempts with what each took."""
-
-
-def positions_of(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
-    """Return the positions that model and engine have, if that is known."""
-    known = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
-    known += [args.vllm_max_model_length] if args.use_vllm else []
-    return min((int(positions) for positions in known if positions), default=None)
 
 
 def limits_of(args: GRPOExtConfig, positions: int | None, ends: frozenset[int]) -> AttemptLimits:

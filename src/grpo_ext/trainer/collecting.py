@@ -28,11 +28,11 @@ from grpo_ext.rollout.samplers import PolicySampler, Sampled, Sampler, failing_t
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.seeing import Tokenized, each_alone, images_in
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
-from grpo_ext.rollout.transformers_engine import transformers_sampler
+from grpo_ext.rollout.transformers_engine import positions_of, transformers_sampler
 from grpo_ext.rollout.turn_engines import ServerEngine, WaveEngine
 from grpo_ext.rollout.vllm.lazy_import import server_sampler
 from grpo_ext.trainer import tool_environments
-from grpo_ext.trainer.acting import Acting, Played, limits_of, positions_of
+from grpo_ext.trainer.acting import Acting, Played, limits_of
 from grpo_ext.trainer.ahead import RolloutsAhead
 from grpo_ext.trainer.in_flight import InFlight
 from grpo_ext.trainer.reference import moved

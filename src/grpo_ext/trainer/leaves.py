@@ -27,8 +27,9 @@ from grpo_ext.rollout.collected import Finished
 from grpo_ext.rollout.samplers import Sampler
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
+from grpo_ext.rollout.transformers_engine import positions_of
 from grpo_ext.rollout.turn_engines import WaveEngine
-from grpo_ext.trainer.acting import Acting, Played, limits_of, positions_of
+from grpo_ext.trainer.acting import Acting, Played, limits_of
 
 Row = dict[str, Any]
 T = TypeVar("T")

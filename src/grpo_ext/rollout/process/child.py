@@ -17,13 +17,12 @@ from multiprocessing.reduction import recv_handle
 from typing import Any, cast
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from grpo_ext.child_processes import end_with_parent, traceback_tail
-from grpo_ext.rollout.decoding import decode
+from grpo_ext.rollout.decoding import decode, ended, padded
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.process.memory_file import load
 from grpo_ext.rollout.process.messages import Failure, Machine, ModelSpec, SampleRequest, Start
@@ -95,15 +94,10 @@ class Decoder:
             for hook in hooks:
                 hook.remove()
         rows = zip(output[:, ids.shape[1] :].tolist(), request.limits, strict=True)
-        found = [self._ended(row[:limit]) for row, limit in rows]
+        found = [ended(row[:limit], settings.ends) for row, limit in rows]
         kept: Sequence[Tensor | None] = drawn.kept(found) or [None] * count
         of_rows = zip(found, drawn.logps[-1].tolist(), kept, strict=True)
         return [Sampled(row, its[: len(row)], sets) for row, its, sets in of_rows]
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        """Return a completion up to the token that ends it."""
-        end = next((i for i, token in enumerate(ids) if token in self.settings.ends), len(ids))
-        return ids[: end + 1]
 
 
 class _Heartbeat:
@@ -143,17 +137,3 @@ def _cast_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
     assert isinstance(head, nn.Module)
     head.register_forward_pre_hook(lambda _, given: (given[0].float(), *given[1:]))
     embeddings.register_forward_hook(lambda _, given, output: output.to(dtype))
-
-
-def padded(
-    contexts: Sequence[Sequence[int]], pad: int, multiple: int | None
-) -> tuple[Int[Tensor, "rows time"], Int[Tensor, "rows time"]]:
-    """Return contexts padded on the left, as TRL pads them, and their mask."""
-    longest = max(map(len, contexts))
-    width = longest if multiple is None else -(-longest // multiple) * multiple
-    ids = torch.full((len(contexts), width), pad)
-    mask = torch.zeros_like(ids)
-    for i, context in enumerate(contexts):
-        ids[i, width - len(context) :] = torch.tensor(context)
-        mask[i, width - len(context) :] = 1
-    return ids, mask
