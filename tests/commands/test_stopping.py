@@ -282,3 +282,21 @@ def test_the_next_run_removes_the_folders_of_a_killed_one(start):
     again = start(ALONE, max_steps=1)
     assert again.ended(PATIENCE) == 0, again.text[-3000:]
     again.nothing_left()
+
+
+def test_all_processes_leave_a_reward_that_hangs_on_the_one_that_gets_a_signal(start):
+    reward = {"func": "support.slow_rewards:hangs_on_the_first_rank", "isolate": True}
+    settings = {"reward_funcs": [reward], "max_steps": 5, "ddp_timeout": 600}
+    run = start(TWO, **settings)
+    run.until(Path(f"{run.folder / 'sign'}.hung").exists)
+    began = time.monotonic()
+    assert run.ended() == NOT_FINISHED, run.text[-6000:]
+    assert time.monotonic() - began < 90, run.text[-6000:]
+    run.nothing_left()
+    assert [folder.name for folder in run.out.glob("checkpoint-*")] == ["checkpoint-2"]
+    again = start(TWO, **settings)
+    assert again.ended() == 0, again.text[-6000:]
+    steps = [
+        json.loads(line)["step"] for line in (run.out / "metrics.jsonl").read_text().splitlines() if "loss" in line
+    ]
+    assert sorted(set(steps)) == [1, 2, 3, 4, 5]

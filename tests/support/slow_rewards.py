@@ -20,3 +20,13 @@ def hangs_once(completions, trainer_state, **_):
         os.kill(int(os.environ["TRAINER"]), signal.SIGTERM)
         time.sleep(120)
     return [sum(map(ord, str(completion))) % 97 / 97 for completion in completions]
+
+
+def hangs_on_the_first_rank(completions, trainer_state, **_):
+    """Ends its own process of two and hangs in the third step, the first time."""
+    sign = Path(f"{os.environ['SLOW_SIGN']}.hung")
+    if os.environ["RANK"] == "0" and trainer_state.global_step == 2 and not sign.exists():
+        sign.touch()
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(120)
+    return [sum(map(ord, str(completion))) % 97 / 97 for completion in completions]
