@@ -21,7 +21,7 @@ from grpo_ext.packing import scorer
 from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.kernels import Segments
 from grpo_ext.packing.layout import pack
-from grpo_ext.packing.lm_head import LabelledLogProbs
+from grpo_ext.packing.lm_head import BLOCK, LabelledLogProbs
 from grpo_ext.packing.merged import calls_of
 from grpo_ext.packing.obstacles import name_body, obstacles
 from grpo_ext.packing.policy import PrefixSharing, Size
@@ -226,10 +226,11 @@ def test_masks_that_cannot_be_packed_have_no_layout(change):
     assert pack(IDS.numpy(), mask.numpy(), COMPLETION) is None
 
 
-@pytest.mark.parametrize("chunk", [2**25, 30], ids=["kept", "computed again"])
+@pytest.mark.parametrize("chunk", [2**28, 240], ids=["kept", "computed again"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_head_over_labelled_positions(softcap, chunk, monkeypatch):
-    monkeypatch.setattr("grpo_ext.packing.lm_head.CHUNK", chunk)
+    monkeypatch.setattr("grpo_ext.packing.lm_head.CHUNK_BYTES", chunk)
+    monkeypatch.setitem(BLOCK, "cpu", 25)  # two rows
     x, w, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 5), (11, 5), (11,)))
     labels = torch.arange(7)
 

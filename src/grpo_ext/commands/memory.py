@@ -18,7 +18,7 @@ from grpo_ext.config.machine import is_for_another
 from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.errors import ABSENT, Problem
-from grpo_ext.packing.lm_head import CHUNK
+from grpo_ext.packing.lm_head import BLOCK, ELSEWHERE, KEPT_BYTES, chunk_size
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policies import InspectedPolicy
 
@@ -142,15 +142,17 @@ def peak(shape: Shape, batch: MicroBatch, gradients: int) -> int:
 def logits_held(training: GRPOExtArguments, vocabulary: int, labels: int, width: int) -> int:
     """Return the bytes of logits that the LM head holds at a time.
 
-    TRL's has one buffer. Ours, on a CPU with shared prompts and over kept sets, has log-probabilities of a chunk and
-    their gradient, its copy in 16 bits, and one more for the gradient of an entropy bonus.
+    TRL's has one buffer. Ours, on a CPU with shared prompts and over kept sets, has a chunk of logits, which become
+    their gradient in place unless the forward has kept them, and blocks in float32 of log-probabilities, their
+    gradient, and one more for an entropy bonus.
     """
     ours = (training.use_cpu and training.prefix_setting != "false") or scores_kept_sets(training)
     if not ours:
         return min(labels, TILE[0]) * TILE[1] * width
-    positions = -(-labels // max(1, -(-labels * vocabulary // CHUNK)))
-    each = (2 + bool(training.entropy_coef)) * FLOAT + (width if width < FLOAT else 0)
-    return positions * vocabulary * each
+    chunk = chunk_size(labels, vocabulary, width) * vocabulary
+    held = chunk * width * (1 + (labels * vocabulary * width <= KEPT_BYTES))
+    block = BLOCK["cpu"] if training.use_cpu else ELSEWHERE
+    return held + min(block, chunk) * FLOAT * (2 + bool(training.entropy_coef))
 
 
 def _width(dtype: str | None) -> int:

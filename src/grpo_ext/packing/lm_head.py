@@ -17,8 +17,14 @@ from trl.trainer import utils
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.packing.kept import KeptSets
 
-CHUNK = 2**25
-"""Largest number of logits computed at a time; if one chunk suffices, the forward keeps it for the backward."""
+CHUNK_BYTES = 2**28
+"""Most bytes of logits at a time, in the precision of their product."""
+KEPT_BYTES = 2**27
+"""Most bytes of a forward's logits, in one chunk, that it keeps for the backward."""
+BLOCK = {"cpu": 2**19}
+"""Logits whose softmax is computed at a time, in float32; on a CPU a few rows, which its cache holds."""
+ELSEWHERE = 2**25
+"""The same on other devices."""
 LEFT_OUT = -1e9
 """Log-probability of a token outside of the set: it has no probability, and no product with it is NaN."""
 
@@ -63,19 +69,20 @@ class LabelledLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        ctx.form, ctx.sets = (dtype, temperature, softcap, scale), kept
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        logps = torch.empty(len(hidden), dtype=exact, device=hidden.device)
+        ctx.form = _Form(dtype, temperature, softcap, scale, kept)
+        logps = torch.empty(len(hidden), dtype=ctx.form.exact, device=hidden.device)
         entropies = torch.empty_like(logps) if "entropy" in outputs else None
-        whole = []
-        for rows in _chunks(len(hidden), len(weight)):
-            log_p = _log_softmax(hidden[rows], weight, bias, _left_out(kept, rows, weight), *ctx.form)[0]
-            logps[rows] = log_p.gather(1, labels[rows, None])[:, 0]
-            if entropies is not None:
-                entropies[rows] = -log_p.exp().mul_(log_p).sum(dim=1)
-            if len(log_p) == len(hidden) and any(ctx.needs_input_grad):
-                whole.append(log_p)
-            del log_p  # a chunk at a time
+        head, whole = _head(weight, bias, dtype), []
+        for rows in _chunks(hidden, weight, dtype):
+            logits = nn.functional.linear(hidden[rows].to(dtype), *head)
+            for part in _blocks(rows, logits):
+                log_p, _ = _log_softmax(logits, rows, part, ctx.form)
+                logps[part] = log_p.gather(1, labels[part, None])[:, 0]
+                if entropies is not None:
+                    entropies[part] = -log_p.exp().mul_(log_p).sum(dim=1)
+            if len(logits) == len(hidden) and logits.nbytes <= KEPT_BYTES and any(ctx.needs_input_grad):
+                whole.append(logits)
+            del logits  # a chunk at a time
         ctx.save_for_backward(hidden, weight, bias, labels, entropies, *whole)
         return logps, entropies, None, None, None
 
@@ -89,74 +96,94 @@ class LabelledLogProbs(torch.autograd.Function):
     def _backward(ctx: Any, *grads: Tensor) -> Any:
         grad_logps, grad_entropies, *_ = grads
         hidden, weight, bias, labels, entropies, *whole = ctx.saved_tensors
-        dtype, temperature, softcap, scale = ctx.form
+        dtype, exact = ctx.form.dtype, ctx.form.exact
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        matrix = weight.to(dtype)
-        accumulated = torch.float64 if dtype == torch.float64 else torch.float32
+        head = _head(weight, bias, dtype)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight: Tensor | None = None
-        d_bias = torch.zeros_like(bias, dtype=accumulated) if wants_bias else None
-        for rows in _chunks(len(hidden), len(weight)):
-            if whole and softcap is None:
-                log_p, slope = whole[0], None
-            else:
-                left_out = _left_out(ctx.sets, rows, weight)
-                log_p, slope = _log_softmax(hidden[rows], weight, bias, left_out, *ctx.form)
-            grad = _logit_gradient(
-                log_p,
-                labels[rows],
-                None if grad_logps is None else grad_logps[rows],
-                None if grad_entropies is None else grad_entropies[rows],
-                None if entropies is None else entropies[rows],
-            )
-            grad = (grad if slope is None else grad * slope).mul_(scale / temperature)
-            if d_bias is not None:
-                d_bias += grad.sum(dim=0)
-            grad = grad.to(dtype)
+        d_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
+        for rows in _chunks(hidden, weight, dtype):
+            logits = whole[0] if whole else nn.functional.linear(hidden[rows].to(dtype), *head)
+            d_logits = torch.empty_like(logits) if whole else logits
+            for part in _blocks(rows, logits):
+                log_p, slope = _log_softmax(logits, rows, part, ctx.form)
+                grad = _logit_gradient(
+                    log_p,
+                    labels[part],
+                    None if grad_logps is None else grad_logps[part],
+                    None if grad_entropies is None else grad_entropies[part],
+                    None if entropies is None else entropies[part],
+                )
+                grad = (grad if slope is None else grad * slope).mul_(ctx.form.scale / ctx.form.temperature)
+                if d_bias is not None:
+                    d_bias += grad.sum(dim=0)
+                d_logits[_within(part, rows)] = grad
             if d_hidden is not None:
-                d_hidden[rows] = (grad @ matrix).to(hidden.dtype)
+                d_hidden[rows] = (d_logits @ head[0]).to(hidden.dtype)
             if wants_weight and d_weight is None:
-                d_weight = (grad.T @ hidden[rows].to(dtype)).to(accumulated)
-            elif d_weight is not None and dtype == accumulated:
-                d_weight.addmm_(grad.T, hidden[rows].to(dtype))
+                d_weight = (d_logits.T @ hidden[rows].to(dtype)).to(exact)
+            elif d_weight is not None and dtype == exact:
+                d_weight.addmm_(d_logits.T, hidden[rows].to(dtype))
             elif d_weight is not None:
-                d_weight += (grad.T @ hidden[rows].to(dtype)).to(accumulated)
-            del log_p, slope, grad
+                d_weight += (d_logits.T @ hidden[rows].to(dtype)).to(exact)
+            del logits, d_logits
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), *[None] * 7
 
 
-def _chunks(positions: int, vocabulary: int) -> Iterator[slice]:
-    count = -(-positions * vocabulary // CHUNK)
-    size = max(1, -(-positions // max(1, count)))
+class _Form(NamedTuple):
+    """How log-probabilities come from logits."""
+
+    dtype: torch.dtype
+    temperature: float
+    softcap: float | None
+    scale: float
+    kept: KeptSets | None
+
+    @property
+    def exact(self) -> torch.dtype:
+        """Precision of all but the products."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+def _head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def chunk_size(positions: int, vocabulary: int, width: int) -> int:
+    """Return the number of positions whose logits, of `width` bytes a number, are computed at a time."""
+    count = -(-positions * vocabulary * width // CHUNK_BYTES)
+    return max(1, -(-positions // max(1, count)))
+
+
+def _chunks(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    positions = len(hidden)
+    size = chunk_size(positions, len(weight), dtype.itemsize)
     for start in range(0, positions, size):
-        yield slice(start, start + size)
+        yield slice(start, min(start + size, positions))
 
 
-def _left_out(kept: KeptSets | None, rows: slice, weight: Tensor) -> Tensor | None:
-    return None if kept is None else kept.left_out(rows, len(weight))
+def _blocks(rows: slice, logits: Tensor) -> Iterator[slice]:
+    """Positions of a chunk whose softmax is computed at a time."""
+    size = max(1, BLOCK.get(logits.device.type, ELSEWHERE) // logits.shape[1])
+    for start in range(rows.start, rows.stop, size):
+        yield slice(start, min(start + size, rows.stop))
 
 
-def _log_softmax(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    left_out: Tensor | None,
-    dtype: torch.dtype,
-    temperature: float,
-    softcap: float | None,
-    scale: float,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [positions, vocabulary], and the slope of the soft cap."""
-    logits = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    logits, slope = logits.mul_(scale) if scale != 1.0 else logits, None
-    if softcap is not None:
-        bent = torch.tanh(logits / softcap)
-        logits, slope = bent * softcap, 1 - bent * bent
-    logits = logits.div_(temperature) if temperature != 1.0 else logits
-    if left_out is not None:
-        logits = logits.masked_fill_(left_out, LEFT_OUT)
+def _within(part: slice, rows: slice) -> slice:
+    return slice(part.start - rows.start, part.stop - rows.start)
+
+
+def _log_softmax(chunk: Tensor, rows: slice, part: slice, form: _Form) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities [positions, vocabulary] of a part of a chunk, and the slope of the soft cap."""
+    logits, slope = chunk[_within(part, rows)].to(form.exact, copy=True), None
+    logits = logits.mul_(form.scale) if form.scale != 1.0 else logits
+    if form.softcap is not None:
+        bent = torch.tanh(logits / form.softcap)
+        logits, slope = bent * form.softcap, 1 - bent * bent
+    logits = logits.div_(form.temperature) if form.temperature != 1.0 else logits
+    if form.kept is not None:
+        logits = logits.masked_fill_(form.kept.left_out(part, logits.shape[1]), LEFT_OUT)
     return torch.log_softmax(logits, dim=-1), slope
 
 

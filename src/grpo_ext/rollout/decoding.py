@@ -14,11 +14,15 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
 from grpo_ext.packing.images import OF_TOKENS
+from grpo_ext.rollout.grouped_queries import selected
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import RowCache, Unsupported, check_layers
 
 LEAVE = 1 / 8
 """Share of finished rows at which they leave the batch: copying the others costs about one step."""
+
+BLOCK = 512
+"""Tokens of the vocabulary whose probabilities are summed at a time."""
 
 _PROCESSORS = {
     "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "MinLengthLogitsProcessor",
@@ -123,13 +127,12 @@ def decode(
     batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, uniforms, limits)
     log = None if drawn is None else drawn.log
     logits = batch.prefill(marks)
-    while True:
-        batch.append(batch.choose(logits, log))
-        if not len(batch.rows):
-            if drawn is not None and generation_config.do_sample:
-                drawn.logps.append(batch.drawn[:, input_ids.shape[1] : batch.length].log())
-            return batch.completed()
-        logits = batch.forward()
+    with selected(model):
+        while batch.append(batch.choose(logits, log)):
+            logits = batch.forward()
+    if drawn is not None and generation_config.do_sample:
+        drawn.logps.append(batch.drawn[:, input_ids.shape[1] : batch.length].log())
+    return batch.completed()
 
 
 class _Batch:
@@ -213,14 +216,19 @@ class _Batch:
             return scores.argmax(dim=-1)
         probabilities = scores.softmax(dim=-1)
         if self.uniforms is None:
-            tokens = torch.multinomial(probabilities, num_samples=1)
+            numbers = torch.rand(len(scores), dtype=torch.float64, device=scores.device)
         else:
-            tokens = picked(probabilities, self.uniforms[self.rows, self.length - self.prompt])
+            numbers = self.uniforms[self.rows, self.length - self.prompt]
+        tokens = picked(probabilities, numbers)
         self.drawn[self.rows, self.length] = probabilities.gather(-1, tokens)[:, 0]
         return tokens[:, 0]
 
-    def append(self, tokens: Int[Tensor, " rows"]) -> None:
-        """Add a token to each row; drop finished rows once they are more than `LEAVE` of the batch."""
+    def append(self, tokens: Int[Tensor, " rows"]) -> bool:
+        """Add a token to each row; drop finished rows once they are more than `LEAVE` of the batch.
+
+        Returns:
+            Whether rows are left.
+        """
         tokens = tokens.masked_fill(self.finished, self.pad)
         self.ids[:, self.length] = self.output[self.rows, self.length] = tokens
         self.length += 1
@@ -230,6 +238,7 @@ class _Batch:
         done = int(self.finished.sum())
         if done > LEAVE * len(self.rows) or done == len(self.rows):
             self._keep(~self.finished)
+        return len(self.rows) > 0
 
     def _keep(self, live: Bool[Tensor, " rows"]) -> None:
         """Drop all other rows."""
@@ -253,15 +262,31 @@ def picked(
 ) -> Int[Tensor, "rows 1"]:  # fmt: skip
     """Return the token of each row whose share of [0, 1) contains the row's number.
 
+    The block that contains it is found first: one sum over the vocabulary, where `torch.multinomial` draws as many
+    random numbers.
+
     Raises:
         RuntimeError: a probability is NaN; same message as `torch.multinomial`.
     """
-    up_to = probabilities.double().cumsum(dim=-1)
-    total = up_to[:, -1:].contiguous()
+    whole = probabilities.shape[1] // BLOCK * BLOCK
+    parts = (probabilities[:, :whole].unflatten(1, (-1, BLOCK)), probabilities[:, None, whole:])
+    up_to = torch.cat([part.sum(dim=-1) for part in parts], dim=1).double().cumsum(dim=1)
+    total = up_to[:, -1:]
     if total.isnan().any():
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    found = torch.searchsorted(up_to, uniforms[:, None] * total, right=True)
-    return torch.minimum(found, torch.searchsorted(up_to, total))  # at most the last token with a share
+    number = uniforms[:, None] * total
+    block = _containing(up_to, number)
+    before = torch.nn.functional.pad(up_to, (1, 0)).gather(1, block)
+    tokens = block * BLOCK + torch.arange(BLOCK, device=block.device)
+    inside = probabilities.gather(1, tokens.clamp(max=probabilities.shape[1] - 1))
+    inside = inside.masked_fill(tokens >= probabilities.shape[1], 0.0).double().cumsum(dim=1)
+    return block * BLOCK + _containing(inside, number - before)
+
+
+def _containing(up_to: Float[Tensor, "rows parts"], number: Float[Tensor, "rows 1"]) -> Int[Tensor, "rows 1"]:
+    """Return the part whose share contains a number, at most the last that has a share."""
+    found = torch.searchsorted(up_to, number, right=True)
+    return torch.minimum(found, torch.searchsorted(up_to, up_to[:, -1:].contiguous()))
 
 
 def _random_state(device: torch.device) -> Tensor:
