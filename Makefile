@@ -43,7 +43,7 @@ help:
 	@echo "make docs          build the documentation as a site, $(SITE)/index.html, in $(DOCS); a warning is an error"
 	@echo "make bench         time steps side by side with stock TRL, and rewrite README's table of them"
 	@echo "make bench-gpu     check and time everything on this machine's GPU, beside stock TRL, and rewrite README's table; 10 minutes"
-	@echo "make bench-real MODEL=FOLDER DATA=FOLDER  time steps of a real model on GSM8K beside stock TRL"
+	@echo "make bench-real MODEL=FOLDER DATA=FOLDER BEFORE=FOLDER  time steps of a real model on GSM8K beside stock TRL"
 	@echo "make bench-census  count the architectures that share prompts, by the tables of their test, for docs/differences.md"
 	@echo "make bench-grid    time a step over a grid of sizes, beside a plain forward and without shared prompts"
 	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
@@ -171,7 +171,7 @@ bench-gpu: install
 
 bench-real: install
 	@echo "bench-real: steps of the real model MODEL on the problems in DATA, beside stock TRL; hours, may be stopped and resumed"
-	$(BIN)/python benchmarks/real_model.py --model $(MODEL) --data $(DATA)
+	$(BIN)/python benchmarks/real_model.py --model $(MODEL) --data $(DATA) --before '$(BEFORE)'
 
 bench-census: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/census.py

@@ -1,8 +1,9 @@
 """Steps of a real model on GSM8K: stock TRL beside grpo-ext, each in a process of its own, in turn.
 
-    make bench-real MODEL=FOLDER DATA=FOLDER
+    make bench-real MODEL=FOLDER DATA=FOLDER BEFORE=FOLDER
 
-MODEL is a folder or the hub's name of a chat model, DATA a folder with GSM8K's `train.jsonl` (`question`, `answer`).
+MODEL is a folder or the hub's name of a chat model, DATA a folder with GSM8K's `train.jsonl` (`question`, `answer`),
+BEFORE one with an older checkout of this project, to compare with; without it that side is left out.
 Each run makes two steps from the same weights, seed and prompts, and adds a line to results/real_model.jsonl; a second
 command goes on where the first was stopped. benchmarks/real_model.md has the medians.
 """
@@ -26,14 +27,17 @@ HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "real_model.jsonl", HERE / "real_model.md"
 SIDES = {
     "stock TRL": "stock TRL",
-    "before": "grpo-ext, each weight cast at each token",
+    "before": "grpo-ext before",
     "grpo-ext": "grpo-ext",
 }
 STEPS, GROUP, ROWS = 2, 8, 16
 PARTS = ("rollout", "forward", "backward", "optimizer")
-LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length")
+LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length", "completions/max_length")
 KIND = ("precision", "lora", "threads", "tokens")
-COLUMNS = ("", "steps", *(f"{part} s" for part in (*PARTS, "whole")), "stock's whole / this", "peak GiB")
+COLUMNS = (
+    *("", "steps", *(f"{part} s" for part in (*PARTS, "whole"))),
+    *("stock's whole / this", "a decoded token / copying the weights in 16 bits", "peak GiB"),
+)
 
 
 def number(text: str) -> str | None:
@@ -101,7 +105,6 @@ def run(options) -> dict:
     from trl import GRPOConfig, GRPOTrainer
 
     from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-    from grpo_ext.rollout import transformers_engine
 
     torch.set_num_threads(options.threads)
     lines = (Path(options.data) / "train.jsonl").read_text().splitlines()[: STEPS * ROWS // GROUP * 4]
@@ -111,9 +114,6 @@ def run(options) -> dict:
         [{"prompt": [{"role": "user", "content": ask + row["question"]}], "answer": row["answer"]} for row in rows]
     )
     kind, config = (GRPOTrainer, GRPOConfig) if options.side == "stock TRL" else (GRPOExtTrainer, GRPOExtConfig)
-    own = {} if options.side == "stock TRL" else {"loss_defaults": "trl", "shared_prefix": "auto"}
-    if options.side == "before":
-        transformers_engine.forward_autocasts = lambda _: False
     adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if options.lora else None
     trainer = kind(
         AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
@@ -134,19 +134,32 @@ def run(options) -> dict:
             report_to="none",
             disable_tqdm=True,
             seed=options.seed,
-            **own,
         ),
         data,
         processing_class=AutoTokenizer.from_pretrained(options.model),
         peft_config=adapter,
     )
+    copy = copying(sum(p.numel() for p in trainer.model.parameters()))
     clock = Clock(trainer)
     trainer.add_callback(clock.callback())
     trainer.train()
     log = [row for row in trainer.state.log_history if "loss" in row]
     logged = [{name: row[name] for name in LOGGED} for row in log]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"steps": clock.steps, "logged": logged, "gib": peak}
+    return {"steps": clock.steps, "logged": logged, "gib": peak, "copy": copy}
+
+
+def copying(numbers: int) -> float:
+    """Median seconds in which as many numbers of 16 bits are copied."""
+    import torch
+
+    source = torch.zeros(numbers, dtype=torch.bfloat16)
+    target, seconds = torch.zeros_like(source), []
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def page(lines: list[dict]) -> str:
@@ -179,8 +192,12 @@ def row_of(side: str, lines: list[dict]) -> str:
     ratios = [theirs["whole"] / ours["whole"] for theirs, ours in pairs]
     spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
     parts = [f"{statistics.median(step.get(part, 0.0) for step in steps):.1f}" for part in (*PARTS, "whole")]
+    tokens = [(line, row["completions/max_length"]) for line in own for row in line["logged"]]
+    rollouts = [step["rollout"] for line in own for step in line["steps"]]
+    each = [took / longest / line["copy"] for took, (line, longest) in zip(rollouts, tokens, strict=True)]
+    token = f"{statistics.median(each):.2f}"
     gib = f"{statistics.median(line['gib'] for line in own):.1f}"
-    return "| " + " | ".join((SIDES[side], str(len(steps)), *parts, spread, gib)) + " |"
+    return "| " + " | ".join((SIDES[side], str(len(steps)), *parts, spread, token, gib)) + " |"
 
 
 def measured(options, side: str, seed: int) -> dict:
@@ -188,6 +205,8 @@ def measured(options, side: str, seed: int) -> dict:
     given = [f"--{name}={getattr(options, name)}" for name in ("model", "data", "precision", "threads", "tokens")]
     argv = [sys.executable, __file__, *given, f"--side={side}", f"--seed={seed}", *["--lora"] * options.lora]
     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+    if side == "before":
+        environment["PYTHONPATH"] = str(Path(options.before) / "src")
     done = subprocess.run(argv, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -197,6 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
+    parser.add_argument("--before", default="")
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--precision", default="bf16", choices=("bf16", "float32"))
@@ -211,7 +231,8 @@ def main() -> None:
         print(json.dumps({"side": options.side, "seed": options.seed} | kind | run(options)))
         return
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    for seed, side in itertools.product(range(options.seeds), options.sides):
+    sides = [side for side in options.sides if side != "before" or options.before]
+    for seed, side in itertools.product(range(options.seeds), sides):
         if any((kind | {"side": side, "seed": seed}).items() <= line.items() for line in lines):
             continue
         lines.append(measured(options, side, seed))

@@ -38,7 +38,7 @@ class Scored(GRPOExtTrainer):
 
 
 def log_of(kind, tmp_path, **settings):
-    args = GRPOExtConfig(str(tmp_path), **(tiny.TRAINING | {"max_steps": 1} | settings))
+    args = GRPOExtConfig(str(tmp_path), **(tiny.TRAINING | {"max_steps": 1, "seed": 1} | settings))
     trainer = kind(tiny.model(), tiny.count_a, args, tiny.prompts(), processing_class=tiny.tokenizer())
     trainer.train()
     return trainer, trainer.state.log_history[0]

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from peft import PeftModel
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, Trainer
 from trl.extras.profiling import profiling_context
@@ -190,7 +191,7 @@ class TransformersSampler:
             torch.no_grad(),
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
             only_settings(model, args),
-            trainer.accelerator.autocast() if forward_autocasts(model) else nullcontext(),  # casts each weight once
+            _autocast(trainer, model) if samples_mixed(model, args) else nullcontext(),
         ):
             yield model
 
@@ -224,13 +225,29 @@ def positions_of(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
     return min((int(positions) for positions in known if positions), default=None)
 
 
-def forward_autocasts(model: Any) -> bool:
-    """Return whether accelerate has wrapped the forward that `generate` calls in an autocast.
+def samples_mixed(model: Any, args: GRPOExtConfig) -> bool:
+    """Return whether the policy samples in the mixed precision in which it is scored.
 
-    In an autocast around the whole generation it casts each weight once, not at each token, to the same bits. With
-    adapters the wrapped forward is PEFT's, which `generate` does not call.
+    In an autocast around a whole generation each weight is cast once; accelerate's, around each forward, casts it at
+    each token, to the same bits. With adapters accelerate wraps PEFT's forward, which `generate` does not call: stock
+    TRL samples in the precision of the weights there, and so does `loss_defaults: trl`.
     """
-    return "_original_forward" in vars(causal_lm(model))
+    adapted = isinstance(model, PeftModel) and args.loss_defaults != "trl"
+    return adapted or "_original_forward" in vars(causal_lm(model))
+
+
+@contextmanager
+def _autocast(trainer: GRPOTrainer, model: Any) -> Iterator[None]:
+    """Compute in mixed precision; torch keeps the casts of tensors that want a gradient only."""
+    frozen = [p for p in model.parameters() if p.dtype == torch.float32 and not p.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        with trainer.accelerator.autocast():
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def only_settings(model: Any, args: GRPOExtConfig) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.obstacles import Forward, Policy, causal_lm, obstacles
 from grpo_ext.rollout.process.messages import Decoding, Machine, ModelSpec, Start
 from grpo_ext.rollout.process.sampler import ProcessSampler
-from grpo_ext.rollout.transformers_engine import forward_autocasts, only_settings
+from grpo_ext.rollout.transformers_engine import only_settings, samples_mixed
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.rollout.vllm.unpushable import PROCESS, unpushable
 from grpo_ext.rollout.vllm.weights import (
@@ -103,7 +103,7 @@ def _start(trainer: GRPOTrainer, args: GRPOExtConfig, kind: type) -> Start:
         kind=kind,
         config=config,
         generation_config=generation_config,
-        autocast=mixed if forward_autocasts(model) else None,
+        autocast=mixed if samples_mixed(model, args) else None,
         embedding_dtype=policy_dtype(model) if args.cast_lm_head_to_fp32 else None,
     )
     decoding = Decoding(
