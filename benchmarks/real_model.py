@@ -47,9 +47,14 @@ def number(text: str) -> str | None:
 
 
 def right(completions, answer, **_):
-    """1 where the last number of a completion is the answer's."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(number(said[0]["content"]) == number(known)) for said, known in pairs]
+    """1 where the last number of a completion is the answer's, and a little for its digits.
+
+    So completions of a group differ also where all are cut off: without an advantage ours would leave them out.
+    """
+    texts = [said[0]["content"] for said in completions]
+    digits = [sum(map(str.isdigit, text)) / max(1, len(text)) for text in texts]
+    pairs = zip(texts, answer, digits, strict=True)
+    return [float(number(text) == number(known)) + 0.1 * share for text, known, share in pairs]
 
 
 class Clock:
