@@ -216,10 +216,9 @@ class _Batch:
             return scores.argmax(dim=-1)
         probabilities = scores.softmax(dim=-1)
         if self.uniforms is None:
-            numbers = torch.rand(len(scores), dtype=torch.float64, device=scores.device)
+            tokens = torch.multinomial(probabilities, num_samples=1)
         else:
-            numbers = self.uniforms[self.rows, self.length - self.prompt]
-        tokens = picked(probabilities, numbers)
+            tokens = picked(probabilities, self.uniforms[self.rows, self.length - self.prompt])
         self.drawn[self.rows, self.length] = probabilities.gather(-1, tokens)[:, 0]
         return tokens[:, 0]
 

@@ -91,8 +91,7 @@ class TransformersSampler:
 
     def __init__(self, trainer: GRPOTrainer, engine: GroupedEngine) -> None:
         self.trainer, self.engine = trainer, engine
-        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        self.together = bool(sharded and trainer.accelerator.num_processes > 1)
+        self.together = bool(_sharded(trainer) and trainer.accelerator.num_processes > 1)
 
     @property
     def takes_streams(self) -> bool:
@@ -125,7 +124,11 @@ class TransformersSampler:
             rows, longest = max(size[0] for size in sizes), max(size[1] for size in sizes)
         if not rows:
             return []
-        uniforms = None if streams is None else torch.from_numpy(numbers_drawn(streams, limits, rows, longest))
+        uniforms = None
+        if streams is not None:
+            uniforms = torch.from_numpy(numbers_drawn(streams, limits, rows, longest))
+        elif model.training and not self.engine.refusal:  # an evaluation draws as `generate` does, whatever the launch
+            uniforms = torch.rand(rows, longest, dtype=torch.float64, device=self.trainer.accelerator.device)
         filled = contexts + [[self.trainer.eos_token_ids[0]]] * (rows - len(contexts))
         made = self._generated(filled, longest, uniforms, fields)
         return [
@@ -191,7 +194,7 @@ class TransformersSampler:
             torch.no_grad(),
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
             only_settings(model, args),
-            _autocast(trainer, model) if samples_mixed(model, args) else nullcontext(),
+            _autocast(trainer, model) if samples_mixed(model, trainer) else nullcontext(),
         ):
             yield model
 
@@ -225,21 +228,29 @@ def positions_of(model: PreTrainedModel, args: GRPOExtConfig) -> int | None:
     return min((int(positions) for positions in known if positions), default=None)
 
 
-def samples_mixed(model: Any, args: GRPOExtConfig) -> bool:
+def samples_mixed(model: Any, trainer: GRPOTrainer) -> bool:
     """Return whether the policy samples in the mixed precision in which it is scored.
 
     In an autocast around a whole generation each weight is cast once; accelerate's, around each forward, casts it at
     each token, to the same bits. With adapters accelerate wraps PEFT's forward, which `generate` does not call: stock
-    TRL samples in the precision of the weights there, and so does `loss_defaults: trl`.
+    TRL samples in the precision of the weights there, and so do `loss_defaults: trl` and sharded weights.
     """
-    adapted = isinstance(model, PeftModel) and args.loss_defaults != "trl"
-    return adapted or "_original_forward" in vars(causal_lm(model))
+    stock = _sharded(trainer) or cast(GRPOExtConfig, trainer.args).loss_defaults == "trl"
+    return (isinstance(model, PeftModel) and not stock) or "_original_forward" in vars(causal_lm(model))
+
+
+def _sharded(trainer: GRPOTrainer) -> bool:
+    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
 
 
 @contextmanager
 def _autocast(trainer: GRPOTrainer, model: Any) -> Iterator[None]:
-    """Compute in mixed precision; torch keeps the casts of tensors that want a gradient only."""
-    frozen = [p for p in model.parameters() if p.dtype == torch.float32 and not p.requires_grad]
+    """Compute in mixed precision; torch keeps the casts of weights that want a gradient only: here all do.
+
+    FSDP remembers which ones do, so sharded weights are left alone.
+    """
+    weights = () if _sharded(trainer) else model.parameters()
+    frozen = [p for p in weights if p.dtype == torch.float32 and not p.requires_grad]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)

@@ -103,7 +103,7 @@ def _start(trainer: GRPOTrainer, args: GRPOExtConfig, kind: type) -> Start:
         kind=kind,
         config=config,
         generation_config=generation_config,
-        autocast=mixed if samples_mixed(model, args) else None,
+        autocast=mixed if samples_mixed(model, trainer) else None,
         embedding_dtype=policy_dtype(model) if args.cast_lm_head_to_fp32 else None,
     )
     decoding = Decoding(
