@@ -35,7 +35,7 @@ class Watch(TrainerCallback):
 
 def test_nothing_grows(tmp_path):
     watch = Watch()
-    settings = {"logging_steps": 10, "save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}
+    settings = {"logging_steps": 10, "save_strategy": "steps", "save_steps": EVERY, "save_total_limit": 1}
     trainer = build(tiny.model(), tmp_path, rollout=scripted_rollout, max_steps=STEPS, **settings)
     trainer.add_callback(watch)
     trainer.train()
@@ -47,4 +47,4 @@ def test_nothing_grows(tmp_path):
     assert statistics.median(memory[late]) <= 1.02 * max(memory[warm : warm + 2]), figures
     assert set(files[late]) == {files[warm]}, figures
     assert set(threads[late]) == {threads[warm]}, figures
-    assert statistics.median(seconds[late]) <= 1.5 * statistics.median(seconds[warm : warm + 5]), figures
+    assert statistics.median(seconds[late]) <= 2 * statistics.median(seconds[warm : warm + 5]), figures
