@@ -129,7 +129,7 @@ def test_scores_do_not_depend_on_the_split_of_a_batch(score):
 @pytest.mark.parametrize("chunk", [2**28, 160], ids=["one chunk", "many"])
 def test_the_lm_head_over_a_set_has_the_values_and_gradients_of_a_masked_softmax(chunk, options, monkeypatch):
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", chunk)
-    monkeypatch.setitem(lm_head.BLOCK, "cpu", 15)  # two rows
+    monkeypatch.setattr(lm_head, "CPU_BLOCK", 15)  # two rows
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (6, 7))
     bias = torch.randn(7, dtype=torch.float64, requires_grad=True)

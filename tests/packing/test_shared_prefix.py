@@ -21,7 +21,7 @@ from grpo_ext.packing import scorer
 from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.kernels import Segments
 from grpo_ext.packing.layout import pack
-from grpo_ext.packing.lm_head import BLOCK, LabelledLogProbs
+from grpo_ext.packing.lm_head import LabelledLogProbs
 from grpo_ext.packing.merged import calls_of
 from grpo_ext.packing.obstacles import name_body, obstacles
 from grpo_ext.packing.policy import PrefixSharing, Size
@@ -230,7 +230,7 @@ def test_masks_that_cannot_be_packed_have_no_layout(change):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_head_over_labelled_positions(softcap, chunk, monkeypatch):
     monkeypatch.setattr("grpo_ext.packing.lm_head.CHUNK_BYTES", chunk)
-    monkeypatch.setitem(BLOCK, "cpu", 25)  # two rows
+    monkeypatch.setattr("grpo_ext.packing.lm_head.CPU_BLOCK", 25)  # two rows
     x, w, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 5), (11, 5), (11,)))
     labels = torch.arange(7)
 

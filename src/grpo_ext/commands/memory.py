@@ -18,7 +18,7 @@ from grpo_ext.config.machine import is_for_another
 from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.errors import ABSENT, Problem
-from grpo_ext.packing.lm_head import BLOCK, ELSEWHERE, KEPT_BYTES, chunk_size
+from grpo_ext.packing.lm_head import BLOCK, CPU_BLOCK, KEPT_BYTES, chunk_size
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policies import InspectedPolicy
 
@@ -151,7 +151,7 @@ def logits_held(training: GRPOExtArguments, vocabulary: int, labels: int, width:
         return min(labels, TILE[0]) * TILE[1] * width
     chunk = chunk_size(labels, vocabulary, width) * vocabulary
     held = chunk * width * (1 + (labels * vocabulary * width <= KEPT_BYTES))
-    block = BLOCK["cpu"] if training.use_cpu else ELSEWHERE
+    block = CPU_BLOCK if training.use_cpu else BLOCK
     return held + min(block, chunk) * FLOAT * (2 + bool(training.entropy_coef))
 
 

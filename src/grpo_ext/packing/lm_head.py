@@ -21,10 +21,10 @@ CHUNK_BYTES = 2**28
 """Most bytes of logits at a time, in the precision of their product."""
 KEPT_BYTES = 2**27
 """Most bytes of a forward's logits, in one chunk, that it keeps for the backward."""
-BLOCK = {"cpu": 2**19}
-"""Logits whose softmax is computed at a time, in float32; on a CPU a few rows, which its cache holds."""
-ELSEWHERE = 2**25
-"""The same on other devices."""
+BLOCK = 2**25
+"""Logits whose softmax is computed at a time, in float32."""
+CPU_BLOCK = 2**19
+"""The same on a CPU: a few rows, which its cache holds."""
 LEFT_OUT = -1e9
 """Log-probability of a token outside of the set: it has no probability, and no product with it is NaN."""
 
@@ -165,7 +165,7 @@ def _chunks(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Iterator[slic
 
 def _blocks(rows: slice, logits: Tensor) -> Iterator[slice]:
     """Positions of a chunk whose softmax is computed at a time."""
-    size = max(1, BLOCK.get(logits.device.type, ELSEWHERE) // logits.shape[1])
+    size = max(1, (CPU_BLOCK if logits.device.type == "cpu" else BLOCK) // logits.shape[1])
     for start in range(rows.start, rows.stop, size):
         yield slice(start, min(start + size, rows.stop))
 

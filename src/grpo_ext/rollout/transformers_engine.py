@@ -124,11 +124,12 @@ class TransformersSampler:
             rows, longest = max(size[0] for size in sizes), max(size[1] for size in sizes)
         if not rows:
             return []
-        uniforms = None
+        device, uniforms = self.trainer.accelerator.device, None
         if streams is not None:
             uniforms = torch.from_numpy(numbers_drawn(streams, limits, rows, longest))
-        elif model.training and not self.engine.refusal:  # an evaluation draws as `generate` does, whatever the launch
-            uniforms = torch.rand(rows, longest, dtype=torch.float64, device=self.trainer.accelerator.device)
+        elif model.training and not self.engine.refusal and device.type != "mps":  # which has no float64
+            # not in an evaluation, which draws as `generate` does, whatever the launch
+            uniforms = torch.rand(rows, longest, dtype=torch.float64, device=device)
         filled = contexts + [[self.trainer.eos_token_ids[0]]] * (rows - len(contexts))
         made = self._generated(filled, longest, uniforms, fields)
         return [
