@@ -36,6 +36,7 @@ class RoomyLayer(DynamicLayer):
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Int[Tensor, " batch"]) -> None:
         super().__init__()
+        keys, values = _as_computed(keys), _as_computed(values)
         self.lazy_initialization(keys, values)
         self.length = keys.shape[2]
         self._keys, self._values = (_with_room(x, rows, 0, self.length) for x in (keys, values))
@@ -163,6 +164,13 @@ _ROWS: dict[type, Callable[[Any, Tensor], RoomyLayer | RowStates | NoRows]] = {
     LinearAttentionLayer: RowStates,
 }
 """The layer of rows for each layer of prompts that transformers makes."""
+
+
+def _as_computed(states: Tensor) -> Tensor:
+    """Round float32 to the precision of an autocast, which would cast the whole cache again at each token."""
+    device = states.device.type
+    mixed = torch.is_autocast_enabled(device) and states.dtype == torch.float32
+    return states.to(torch.get_autocast_dtype(device)) if mixed else states
 
 
 def _with_room(states: Tensor, rows: Int[Tensor, " batch"], first: int, length: int) -> Tensor:
