@@ -27,9 +27,12 @@ HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "real_model.jsonl", HERE / "real_model.md"
 SIDES = {
     "stock TRL": "stock TRL",
+    "off": "grpo-ext, features off",
     "before": "grpo-ext before",
     "grpo-ext": "grpo-ext",
 }
+OFF = {"loss_defaults": "trl", "rollout_engine": "generate", "shared_prefix": "false", "skip_zero_advantages": False}
+"""Settings by which the steps are stock's, to the bit."""
 STEPS, GROUP, ROWS = 2, 8, 16
 PARTS = ("rollout", "forward", "backward", "optimizer")
 LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length", "completions/max_length")
@@ -139,6 +142,7 @@ def run(options) -> dict:
             report_to="none",
             disable_tqdm=True,
             seed=options.seed,
+            **(OFF if options.side == "off" else {}),
         ),
         data,
         processing_class=AutoTokenizer.from_pretrained(options.model),
@@ -182,8 +186,26 @@ def page(lines: list[dict]) -> str:
         text += [f"## {precision}, {'LoRA' if lora else 'full'}, {threads} threads, {tokens} tokens", ""]
         text += ["| " + " | ".join(COLUMNS) + " |", "| --- " * len(COLUMNS) + "|"]
         text += [row for side in SIDES if (row := row_of(side, mine))]
-        text += [""]
+        text += ["", *equal_steps(mine)]
     return "\n".join(text)
+
+
+def equal_steps(lines: list[dict]) -> list[str]:
+    """A sentence on the steps that log with all features off what stock TRL logs."""
+    logged = {(line["side"], line["seed"]): line["logged"] for line in lines}
+    pairs = [
+        pair
+        for (side, seed), own in logged.items()
+        if side == "off" and ("stock TRL", seed) in logged
+        for pair in zip(own, logged["stock TRL", seed], strict=True)
+    ]
+    if not pairs:
+        return []
+    equal = sum(ours == theirs for ours, theirs in pairs)
+    return [
+        f"With all features off, {equal} of {len(pairs)} steps log stock's {', '.join(LOGGED)}, to the last digit.",
+        "",
+    ]
 
 
 def row_of(side: str, lines: list[dict]) -> str:

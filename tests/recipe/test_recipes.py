@@ -485,6 +485,12 @@ def test_check_warns_once(capsys, caplog):
     assert not [r for r in caplog.records if r.name.startswith("grpo_ext")]
 
 
+@pytest.mark.parametrize(("args", "idle"), [([], False), (["--eval_sets", "[]"], True)])
+def test_the_batch_of_an_evaluation_is_that_of_eval_sets_too(args, idle, capsys):
+    assert run("check", "--config", "quickstart/bnpo", "--per_device_eval_batch_size", "4", *args) == 0
+    assert ("per_device_eval_batch_size: without" in words(capsys.readouterr().out)) is idle
+
+
 @pytest.mark.parametrize(
     "args", [["--epsilon", "-1"], ["--config", "no/such"], ["--num_processes", "0"], ["--num_processes", "two"]]
 )

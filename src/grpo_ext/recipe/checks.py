@@ -208,7 +208,7 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
 
 _MIXTURE_KEYS = ("streaming", "test_split_size")
 _DATASET_KEYS = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming")
-_EVALUATION_KEYS = ("eval_steps", "eval_delay", "per_device_eval_batch_size", "num_generations_eval")
+_EVALUATION_KEYS = ("eval_steps", "eval_delay", "num_generations_eval")
 _4BIT_KEYS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 
 
@@ -224,6 +224,12 @@ def _idle_settings(recipe: Recipe) -> Iterator[str]:
         (recipe.data, ("split_seed",), recipe.data.test_size is not None, "test_size"),
         (recipe.model, _4BIT_KEYS, recipe.model.load_in_4bit, "load_in_4bit: true"),
         (recipe.training, _EVALUATION_KEYS, evaluated, "eval_strategy: steps or epoch"),
+        (
+            recipe.training,
+            ("per_device_eval_batch_size",),
+            evaluated or recipe.eval_sets,
+            "eval_strategy or eval_sets",
+        ),
     ):
         idle = [] if switch else [name for name in names if is_set(part, name)]
         if idle:
