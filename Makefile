@@ -26,7 +26,7 @@ QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
 DEVICE ?= cuda
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-real bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-game bench-claims bench-colours bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-real bench-curves bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-game bench-claims bench-colours bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
@@ -43,7 +43,8 @@ help:
 	@echo "make docs          build the documentation as a site, $(SITE)/index.html, in $(DOCS); a warning is an error"
 	@echo "make bench         time steps side by side with stock TRL, and rewrite README's table of them"
 	@echo "make bench-gpu     check and time everything on this machine's GPU, beside stock TRL, and rewrite README's table; 10 minutes"
-	@echo "make bench-real MODEL=FOLDER DATA=FOLDER BEFORE=FOLDER  time steps of a real model on GSM8K beside stock TRL"
+	@echo "make bench-real MODEL=FOLDER DATA=FOLDER BEFORE=FOLDER  time steps of a real model on GSM8K beside stock TRL (DEVICE=cuda, ARGS='--lora')"
+	@echo "make bench-curves MODEL=FOLDER DATA=FOLDER  train a real model on GSM8K by the recipes for a laptop: curves, accuracy before and after"
 	@echo "make bench-census  count the architectures that share prompts, by the tables of their test, for docs/differences.md"
 	@echo "make bench-grid    time a step over a grid of sizes, beside a plain forward and without shared prompts"
 	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
@@ -168,10 +169,16 @@ bench: install
 bench-gpu: install
 	@echo "bench-gpu: correctness, then speed and memory, on $(DEVICE); DEVICE=cpu is a small form of it"
 	$(QUIET_ENV) $(BIN)/python benchmarks/gpu.py --device $(DEVICE); outcome=$$?; $(BIN)/python docs/tables.py; exit $$outcome
+	$(if $(MODEL),$(MAKE) bench-real DEVICE=$(DEVICE))
 
+bench-real: DEVICE = cpu
 bench-real: install
 	@echo "bench-real: steps of the real model MODEL on the problems in DATA, beside stock TRL; hours, may be stopped and resumed"
-	$(BIN)/python benchmarks/real_model.py --model $(MODEL) --data $(DATA) --before '$(BEFORE)'
+	$(BIN)/python benchmarks/real_model.py --model $(MODEL) --data $(DATA) --before '$(BEFORE)' --device $(DEVICE) $(ARGS)
+
+bench-curves: install
+	@echo "bench-curves: the recipes for a laptop, trained to the end from MODEL on DATA; hours, may be stopped and resumed"
+	$(BIN)/python benchmarks/real_curves.py --model $(MODEL) --data $(DATA)
 
 bench-census: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/census.py

@@ -1,6 +1,6 @@
 """Steps of a real model on GSM8K: stock TRL beside grpo-ext, each in a process of its own, in turn.
 
-    make bench-real MODEL=FOLDER DATA=FOLDER BEFORE=FOLDER
+    make bench-real MODEL=FOLDER DATA=FOLDER BEFORE=FOLDER DEVICE=cpu
 
 MODEL is a folder or the hub's name of a chat model, DATA a folder with GSM8K's `train.jsonl` (`question`, `answer`),
 BEFORE one with an older checkout of this project, to compare with; without it that side is left out.
@@ -36,7 +36,7 @@ OFF = {"loss_defaults": "trl", "rollout_engine": "generate", "shared_prefix": "f
 STEPS, GROUP, ROWS = 2, 8, 16
 PARTS = ("rollout", "forward", "backward", "optimizer")
 LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length", "completions/max_length")
-KIND = ("precision", "lora", "threads", "tokens")
+KIND = ("device", "precision", "lora", "threads", "tokens")
 COLUMNS = (
     *("", "steps", *(f"{part} s" for part in (*PARTS, "whole"))),
     *("stock's whole / this", "a decoded token / copying the weights in 16 bits", "peak GiB"),
@@ -63,8 +63,8 @@ def right(completions, answer, **_):
 class Clock:
     """Seconds of the parts of each step of a trainer, stock's or ours."""
 
-    def __init__(self, trainer):
-        self.seconds, self.steps = defaultdict(float), []
+    def __init__(self, trainer, now):
+        self.seconds, self.steps, self.now = defaultdict(float), [], now
         self.watch(trainer, "_generate", "rollout")
         self.watch(trainer, "_compute_loss", "forward")
         self.watch(trainer.accelerator, "backward", "backward")
@@ -73,11 +73,11 @@ class Clock:
         stock = getattr(owner, name)
 
         def timed(*args, **kwargs):
-            began = time.perf_counter()
+            began = self.now()
             try:
                 return stock(*args, **kwargs)
             finally:
-                self.seconds[part] += time.perf_counter() - began
+                self.seconds[part] += self.now() - began
 
         setattr(owner, name, timed)
 
@@ -89,16 +89,16 @@ class Clock:
         class Steps(TrainerCallback):
             def on_step_begin(self, *args, **kwargs):
                 clock.seconds.clear()
-                clock.began = time.perf_counter()
+                clock.began = clock.now()
 
             def on_pre_optimizer_step(self, *args, **kwargs):
-                clock.seconds["optimizer"] -= time.perf_counter()
+                clock.seconds["optimizer"] -= clock.now()
 
             def on_optimizer_step(self, *args, **kwargs):
-                clock.seconds["optimizer"] += time.perf_counter()
+                clock.seconds["optimizer"] += clock.now()
 
             def on_step_end(self, *args, **kwargs):
-                clock.steps.append(dict(clock.seconds) | {"whole": time.perf_counter() - clock.began})
+                clock.steps.append(dict(clock.seconds) | {"whole": clock.now() - clock.began})
 
         return Steps()
 
@@ -128,7 +128,7 @@ def run(options) -> dict:
         right,
         config(
             output_dir=tempfile.mkdtemp(),
-            use_cpu=True,
+            use_cpu=options.device == "cpu",
             bf16=options.precision == "bf16",
             gradient_checkpointing=False,
             per_device_train_batch_size=ROWS // 2,
@@ -148,32 +148,51 @@ def run(options) -> dict:
         processing_class=AutoTokenizer.from_pretrained(options.model),
         peft_config=adapter,
     )
-    copy = copying(sum(p.numel() for p in trainer.model.parameters()))
-    clock = Clock(trainer)
+    now = time.perf_counter if options.device == "cpu" else synchronized
+    copy = copying(sum(p.numel() for p in trainer.model.parameters()), options.device, now)
+    clock = Clock(trainer, now)
     trainer.add_callback(clock.callback())
     trainer.train()
     log = [row for row in trainer.state.log_history if "loss" in row]
     logged = [{name: row[name] for name in LOGGED} for row in log]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"steps": clock.steps, "logged": logged, "gib": peak, "copy": copy}
+    return {"steps": clock.steps, "logged": logged, "gib": peak(options.device) / 2**30, "copy": copy}
 
 
-def copying(numbers: int) -> float:
+def synchronized() -> float:
+    """Seconds, once the GPU has done what it was given."""
+    import torch
+
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak(device: str) -> int:
+    """Most bytes that the process held: of its memory on a CPU, of torch's allocator on a GPU."""
+    import torch
+
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if device == "cpu"
+        else torch.cuda.max_memory_allocated()
+    )
+
+
+def copying(numbers: int, device: str, now) -> float:
     """Median seconds in which as many numbers of 16 bits are copied."""
     import torch
 
-    source = torch.zeros(numbers, dtype=torch.bfloat16)
+    source = torch.zeros(numbers, dtype=torch.bfloat16, device=device)
     target, seconds = torch.zeros_like(source), []
     for _ in range(5):
-        began = time.perf_counter()
+        began = now()
         target.copy_(source)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(now() - began)
     return statistics.median(seconds)
 
 
 def page(lines: list[dict]) -> str:
     """The medians of all runs as a page, side by side."""
-    setting = f"{ROWS} completions a step in groups of {GROUP}, prompts of GSM8K, float32 weights, on a CPU."
+    setting = f"{ROWS} completions a step in groups of {GROUP}, prompts of GSM8K, float32 weights."
     text = [
         "# Steps of a real model",
         "",
@@ -182,8 +201,8 @@ def page(lines: list[dict]) -> str:
     ]
     for kind in sorted({tuple(line[name] for name in KIND) for line in lines}, key=str):
         mine = [line for line in lines if tuple(line[name] for name in KIND) == kind]
-        precision, lora, threads, tokens = kind
-        text += [f"## {precision}, {'LoRA' if lora else 'full'}, {threads} threads, {tokens} tokens", ""]
+        device, precision, lora, threads, tokens = kind
+        text += [f"## {device}, {precision}, {'LoRA' if lora else 'full'}, {threads} threads, {tokens} tokens", ""]
         text += ["| " + " | ".join(COLUMNS) + " |", "| --- " * len(COLUMNS) + "|"]
         text += [row for side in SIDES if (row := row_of(side, mine))]
         text += ["", *equal_steps(mine)]
@@ -229,7 +248,8 @@ def row_of(side: str, lines: list[dict]) -> str:
 
 def measured(options, side: str, seed: int) -> dict:
     """A run of a side in a process of its own."""
-    given = [f"--{name}={getattr(options, name)}" for name in ("model", "data", "precision", "threads", "tokens")]
+    names = ("model", "data", "device", "precision", "threads", "tokens")
+    given = [f"--{name}={getattr(options, name)}" for name in names]
     argv = [sys.executable, __file__, *given, f"--side={side}", f"--seed={seed}", *["--lora"] * options.lora]
     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
     if side == "before":
@@ -246,6 +266,7 @@ def main() -> None:
     parser.add_argument("--before", default="")
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--precision", default="bf16", choices=("bf16", "float32"))
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
