@@ -10,6 +10,7 @@ from grpo_ext.versions import naming_untested
 
 if TYPE_CHECKING:
     from grpo_ext.config.grpo_config import GRPOExtConfig as GRPOExtConfig
+    from grpo_ext.environments.protocol import Agent as Agent
     from grpo_ext.environments.protocol import Conversation as Conversation
     from grpo_ext.environments.protocol import Step as Step
     from grpo_ext.errors import ConfigError as ConfigError
@@ -30,6 +31,7 @@ warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated",
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Agent": "environments.protocol:Agent",
     "ConfigError": "errors:ConfigError",
     "Conversation": "environments.protocol:Conversation",
     "GRPOExtConfig": "config.grpo_config:GRPOExtConfig",
@@ -44,6 +46,7 @@ _HOMES = {
     "register_reward": "rewards.protocol:rewards.register",
 }
 __all__ = [
+    "Agent",
     "ConfigError",
     "Conversation",
     "GRPOExtConfig",

@@ -6,7 +6,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, BinaryIO
 
 HEADER = struct.Struct("<Q")
@@ -117,19 +117,19 @@ class FrameStream:
         return body
 
 
-def wait(streams: Iterable[FrameStream], until: float, also: int | None = None) -> set[FrameStream | None]:
+def wait(streams: Iterable[FrameStream], until: float, also: Collection[int] = ()) -> set[FrameStream | int]:
     """Wait until a stream can be sent on or read, at most until a monotonic time. Send what fits.
 
     Returns:
-        The streams that can be read; None among them if descriptor `also` can be read.
+        The streams that can be read, and those of the descriptors `also` that can.
     """
-    readable = set()
+    readable: set[FrameStream | int] = set()
     with selectors.DefaultSelector() as selector:
         for stream in streams:
             writing = selectors.EVENT_WRITE if stream.unsent else 0
             selector.register(stream.channel, selectors.EVENT_READ | writing, stream)
-        if also is not None:
-            selector.register(also, selectors.EVENT_READ)
+        for descriptor in also:
+            selector.register(descriptor, selectors.EVENT_READ, descriptor)
         for key, events in selector.select(max(0.0, until - time.monotonic())):
             if events & selectors.EVENT_WRITE:
                 key.data.push()

@@ -16,9 +16,10 @@ from tokenizers import decoders
 
 from grpo_ext import waiting
 from grpo_ext.child_processes import FOLDER_PREFIX, LOADING_SECONDS
+from grpo_ext.environments.attempt import AttemptLimits, Task
 from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import AttemptLimits, Attempts, Task
+from grpo_ext.environments.loop import Attempts
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.session import EnvironmentFailed
 from grpo_ext.objective.trajectory import Sample
@@ -47,14 +48,14 @@ class Scripted:
     def anyone(self, here, leaves):
         return here
 
-    def generate(self, contexts, limits, attempts):
-        if attempts:
-            self.waves.append(list(attempts))
+    def generate(self, asked):
+        if asked:
+            self.waves.append([one.attempt for one in asked])
         samples = []
-        for limit, attempt in zip(limits, attempts, strict=True):
-            turns = self.said.setdefault(attempt, [])
-            turns.append(self.turn(attempt, len(turns))[:limit])
-            samples.append((attempt, Sample(turns[-1], None)))
+        for one in asked:
+            turns = self.said.setdefault(one.attempt, [])
+            turns.append(self.turn(one.attempt, len(turns))[: one.limit])
+            samples.append((one, Sample(turns[-1], None)))
         return samples
 
 
@@ -71,10 +72,10 @@ class Requests(Scripted):
     def pending(self):
         return len(self.asked)
 
-    def generate(self, contexts, limits, attempts):
-        for attempt, sample in super().generate(contexts, limits, attempts):
-            future = self.threads.submit(time.sleep, self.seconds[attempt])
-            self.asked[future] = attempt, sample
+    def generate(self, asked):
+        for one, sample in super().generate(asked):
+            future = self.threads.submit(time.sleep, self.seconds[one.attempt])
+            self.asked[future] = one, sample
             future.add_done_callback(lambda _: os.write(self.told, b"."))
         with suppress(BlockingIOError):
             os.read(self.descriptor, 1)

@@ -51,12 +51,12 @@ def test_a_timeout_does_not_count_the_time_in_which_a_long_message_is_sent(pair)
     while connection.stream.unsent:
         let_time_run_out(connection)
         select.select([], [connection.channel], [], PATIENCE)
-        assert answers([connection], 0.0, None) == ([], False)
+        assert answers([connection], 0.0) == ([], set())
     while not connection.stream.received:
         connection.stream.sent_at = time.monotonic()
-        answers([connection], 0.0, None)
+        answers([connection], 0.0)
     connection.stream.sent_at, connection.extended_until = -connection.seconds, 0.0
-    [(_, answer)], _ = answers([connection], PATIENCE, None)
+    [(_, answer)], _ = answers([connection], PATIENCE)
     assert (answer.failure, len(answer.value["observation"])) == (None, len(LONG))
     other.join()
 
@@ -66,9 +66,9 @@ def test_an_answer_that_is_never_complete_times_out(pair):
     connection.ask(("step", {}), 0.05)
     theirs.sendall(HEADER.pack(100))
     time.sleep(0.1)
-    assert answers([connection], 0.0, None) == ([], False)
+    assert answers([connection], 0.0) == ([], set())
     let_time_run_out(connection)
-    [(_, answer)], _ = answers([connection], PATIENCE, None)
+    [(_, answer)], _ = answers([connection], PATIENCE)
     assert answer.failure.startswith("timeout: it did not answer within 0.05 s. Raise turn_timeout")
     assert "preload" in answer.failure
 
@@ -86,7 +86,7 @@ def test_the_time_in_which_another_connection_is_read_is_not_counted(pair, monke
         slow.ask(("step", {}), 4.0)
         waiting.ask(("step", {}), 4.0)
         theirs.sendall(frame(b"{}"))
-        found, _ = answers([slow, waiting], 4.0, None)
+        found, _ = answers([slow, waiting], 4.0)
     assert [connection for connection, _ in found] == [slow]
 
 
@@ -105,7 +105,7 @@ def test_whatever_is_sent_is_an_answer_or_a_failure(pair, body, failure):
     connection, theirs = pair
     connection.ask(("step", {}), PATIENCE)
     theirs.sendall(body)
-    [(_, answer)], _ = answers([connection], PATIENCE, None)
+    [(_, answer)], _ = answers([connection], PATIENCE)
     assert answer.failure is failure is None or answer.failure.startswith(failure)
 
 

@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from grpo_ext.environments.attempt import AttemptLimits, Task
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import AttemptLimits, Attempts, Task
+from grpo_ext.environments.loop import Attempts
 from grpo_ext.environments.protocol import Conversation, Step
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import Sample, batch
@@ -85,13 +86,13 @@ class Babbler:
     def anyone(self, here, leaves):
         return here
 
-    def generate(self, contexts, limits, attempts):
+    def generate(self, asked):
         samples = []
-        for context, limit, attempt in zip(contexts, limits, attempts, strict=True):
-            ids = [*self.random.choice(self.ids, self.random.integers(0, 8)).tolist(), self.end][:limit]
-            self.seen.setdefault(attempt, []).append(context)
-            self.said.setdefault(attempt, []).append(ids)
-            samples.append((attempt, Sample(ids, [-0.5] * len(ids))))
+        for one in asked:
+            ids = [*self.random.choice(self.ids, self.random.integers(0, 8)).tolist(), self.end][: one.limit]
+            self.seen.setdefault(one.attempt, []).append(one.context)
+            self.said.setdefault(one.attempt, []).append(ids)
+            samples.append((one, Sample(ids, [-0.5] * len(ids))))
         return samples
 
 

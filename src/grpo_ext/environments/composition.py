@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Annotated, Any, Literal, TypeAlias
 
 from grpo_ext.config.spec import Spec
 from grpo_ext.environments.catalogue import environments
-from grpo_ext.environments.protocol import Conversation, is_conversation, owns_reward
+from grpo_ext.environments.endpoint.server import missing
+from grpo_ext.environments.protocol import Conversation, has_tools, is_agent, owns_reward
 from grpo_ext.environments.tools import Tool, methods_of, tool_problems
 from grpo_ext.errors import ABSENT, Problem, UnknownNameError
 from grpo_ext.objective.options import Count, Within
 from grpo_ext.registry import import_path, located
 
+FUNCTION = "grpo_ext.environments.function:AgentFunction"
+"""Class of an agent that is a function, `async def agent(row, client)`."""
 ADAPTERS = {
     "openenv/": ("grpo_ext.environments.openenv:OpenEnv", "base_url"),
 }
@@ -62,17 +66,23 @@ class EnvironmentSpec:
     @property
     def uses_tools(self) -> bool:
         """Whether the model calls tools."""
-        return not is_conversation(self.target)
+        return has_tools(self.target)
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether it calls the model itself."""
+        return is_agent(self.target)
 
     @property
     def owns_reward(self) -> bool:
         """Whether it has its own reward."""
-        return owns_reward(self.target)
+        return owns_reward(self.target, self.kwargs)
 
     @property
     def at_once(self) -> bool:
         """Whether it answers in the thread of the rollout."""
-        return not self.isolated and bool(getattr(self.target, "in_process", False)) and not self.tools
+        in_process = bool(getattr(self.target, "in_process", False)) and not self.is_agent
+        return not self.isolated and in_process and not self.tools
 
     @property
     def isolated(self) -> bool:
@@ -81,8 +91,8 @@ class EnvironmentSpec:
         return (by_path and not getattr(self.target, "in_process", False)) if self.isolate is None else self.isolate
 
 
-Entry: TypeAlias = str | type | Mapping[str, Any] | EnvironmentSpec
-_KEYS = {"name": str, "path": str | type, "tools": list | tuple}
+Entry: TypeAlias = str | type | FunctionType | Mapping[str, Any] | EnvironmentSpec
+_KEYS = {"name": str, "path": str | type | FunctionType, "tools": list | tuple}
 _EXAMPLE = "{path: ./file.py:Class, max_turns: 4}"
 _ENTRY = Spec.of(EnvironmentSpec, "name", "environment", "tools", example=_EXAMPLE, **_KEYS)
 
@@ -129,10 +139,10 @@ def parse_environments(
     return specs, problems
 
 
-def _parse_entry(place: str, entry: str | type | Mapping[str, Any], folder: Path | None) -> Any:
+def _parse_entry(place: str, entry: str | type | FunctionType | Mapping[str, Any], folder: Path | None) -> Any:
     """Return the spec of an entry, or its problems."""
-    if isinstance(entry, str | type):
-        entry = {"path" if isinstance(entry, type) or ":" in entry else "name": entry}
+    if isinstance(entry, str | type | FunctionType):
+        entry = {"path" if not isinstance(entry, str) or ":" in entry else "name": entry}
     problems = list(_ENTRY.problems(place, entry))
     if not isinstance(entry, Mapping) or any(p.field in (f"{place}.name", f"{place}.path") for p in problems):
         return problems
@@ -150,17 +160,28 @@ def _parse_entry(place: str, entry: str | type | Mapping[str, Any], folder: Path
         problems += _class_problems(place, target, kwargs)
     if not unknown:
         problems += tool_problems(f"{place}.tools", target, functions_of(functions))
-        if not is_conversation(target) and not methods_of(target) and not tools:
-            cure = "Write one, or derive it from grpo_ext.Conversation."
-            problems.append(Problem(place, target or ABSENT, "neither tools (public methods) nor a method step", cure))
+        if has_tools(target) and not methods_of(target) and not tools:
+            cure = "Write one, or derive it from grpo_ext.Conversation or grpo_ext.Agent."
+            problems.append(
+                Problem(place, target or ABSENT, "neither tools (public methods) nor a method step or run", cure)
+            )
     if entry.get("isolate") and any(callable(part) for part in (entry.get("path"), *functions)):
         reason = "a class or function of this process cannot be imported in another"
         problems.append(Problem(f"{place}.isolate", True, reason, "Give its path."))
     if problems:
         return problems
     settings = {key: entry[key] for key in _SETTINGS if entry.get(key) is not None}
-    name = entry.get("name") or (target.__name__ if target else "tools")
+    name = entry.get("name") or _name(target, kwargs)
     return EnvironmentSpec(name, environment, kwargs, tuple(functions), **settings)
+
+
+def _name(target: type | None, kwargs: Mapping[str, Any]) -> str:
+    """Return the name of a class, or of the function that it calls."""
+    named: Any = target
+    if target is environments[FUNCTION]:
+        function = kwargs["function"]
+        named = import_path(function) if isinstance(function, str) else function
+    return str(named.__name__) if named else "tools"
 
 
 _SETTINGS = ("max_turns", "turn_timeout", "weight", "on_error", "isolate")
@@ -182,7 +203,7 @@ def _functions(place: str, tools: Sequence[Any], folder: Path | None) -> tuple[l
 
 def _target(
     place: str, entry: Mapping[str, Any], folder: Path | None
-) -> tuple[Any, type | None, dict[str, str], list[Problem]]:
+) -> tuple[Any, type | None, dict[str, Any], list[Problem]]:
     """Return name or path of the class, the class, the options that its name sets, and the problem if there is one."""
     given, key = (entry[key], key) if (key := "path") in entry else (entry.get("name"), "name")
     if given is None or (key == "name" and entry.get("tools") and given not in environments):
@@ -190,6 +211,8 @@ def _target(
         return None, None, {}, [] if entry.get("tools") else [Problem(place, entry, "names no environment", cure)]
     if isinstance(given, type):
         return given, given, {}, []
+    if inspect.isfunction(given):
+        return (made := environments[FUNCTION]), made, {"function": given}, []
     for prefix, (path, option) in ADAPTERS.items():
         if given.startswith(prefix):
             return path, environments[path], {option: given.removeprefix(prefix)}, []
@@ -199,15 +222,20 @@ def _target(
     except UnknownNameError as error:
         cure = f"{error.cure} The path of your own environment is './file.py:Class'."
         return given, None, {}, [Problem(f"{place}.{key}", given, error.reason, cure)]
+    if inspect.isfunction(target):
+        return FUNCTION, environments[FUNCTION], {"function": path}, []
     if not isinstance(target, type):
-        reason = f"a {type(target).__name__}, not a class"
+        reason = f"a {type(target).__name__}, neither a class nor a function"
         return path, None, {}, [Problem(f"{place}.{key}", given, reason, "Name the class.")]
     return path, target, {}, []
 
 
 def _class_problems(place: str, target: type, kwargs: Mapping[str, Any]) -> Iterator[Problem]:
     name = target.__name__
-    if not callable(getattr(target, "reset", None)):
+    if is_agent(target):
+        if (package := missing()) is not None:
+            yield Problem(place, name, f"{package} is not installed, which serves agents", "Install grpo-ext[agents].")
+    elif not callable(getattr(target, "reset", None)):
         cure = "Write def reset(self, **row), which begins an attempt."
         yield Problem(place, name, "the class has no method reset", cure)
     if issubclass(target, Conversation) and target.step is Conversation.step:

@@ -12,7 +12,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, RESET, TEXT_ONLY_CURE, is_conversation, medium
+from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, RESET, TEXT_ONLY_CURE, has_tools, medium
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ABSENT, Problem
@@ -90,7 +90,7 @@ def _mixture_problems(
 def _reset_problems(spec: EnvironmentSpec, columns: Collection[str]) -> Iterator[Problem]:
     """Yield columns that an environment needs, or that its reset does not take."""
     place, target = f"environment {spec.name!r}", spec.target
-    if target is None or is_conversation(target):
+    if target is None or not has_tools(target):
         needed, taken = getattr(target, "needs", ()), None
     else:  # a class of TRL's protocol gets every column by its name
         parameters = [*inspect.signature(getattr(target, RESET)).parameters.values()][1:]

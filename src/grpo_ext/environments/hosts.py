@@ -7,10 +7,12 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from grpo_ext.child_processes import describe_exit
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of
+from grpo_ext.environments.endpoint.server import Endpoint
 from grpo_ext.environments.fork_server import ForkServer
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, SessionRequest, serve_session
 from grpo_ext.frames import FrameError, FrameStream, parsed_json, pickled, wait
@@ -54,7 +56,7 @@ class Connection:
         self.spec, self.number, self.channel, self.server, self.session = spec, number, channel, server, session
         if channel is not None:
             self.stream = FrameStream(channel, _LARGEST)
-        self.asked, self.seconds, self.extended_until = 0.0, math.inf, 0.0
+        self.asked, self.seconds, self.extended_until, self.paused = 0.0, math.inf, 0.0, 0.0
 
     def ask(self, request: SessionRequest, seconds: float) -> Answer | None:
         """Begin to send a request, to be answered in `seconds`. Return the answer if it is immediate."""
@@ -71,6 +73,17 @@ class Connection:
     def deadline(self) -> float:
         """Monotonic time until which an answer may come; its time starts when the request is sent."""
         return max(self.stream.sent_at + self.seconds, self.extended_until)
+
+    def pause(self) -> None:
+        """Stop the clock, while an agent waits for the model."""
+        if not math.isinf(self.seconds):
+            self.seconds, self.paused = math.inf, time.monotonic()
+
+    def resume(self) -> None:
+        """Start the deadline anew, after the model has answered an agent."""
+        now = time.monotonic()
+        self.asked += now - self.paused
+        self.seconds, self.stream.sent_at = self.spec.turn_timeout, now
 
     def read(self) -> dict[str, Any] | None:
         """Return the answer, if it is complete.
@@ -127,10 +140,12 @@ class EnvironmentHost:
 
     Args:
         memory_gib: memory that each process of an environment may use.
+        sampling: the recipe's settings of sampling, from which an agent's requests may not differ.
     """
 
-    def __init__(self, memory_gib: float = 8.0) -> None:
-        self.memory_gib = memory_gib
+    def __init__(self, memory_gib: float = 8.0, sampling: Mapping[str, Any] | None = None) -> None:
+        self.memory_gib, self.sampling = memory_gib, dict(sampling or {})
+        self._endpoint: Endpoint | None = None
         self._servers: dict[str, ForkServer] = {}
         self._failed: dict[str, EnvironmentFailed] = {}
         """Environments that could not be imported in this generation."""
@@ -155,6 +170,13 @@ class EnvironmentHost:
         name = f"environment {spec.name}"
         threading.Thread(target=serve_session, args=(theirs, session), daemon=True, name=name).start()
         return Connection(spec, number, ours)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server of the agents' requests, which the first use starts."""
+        if self._endpoint is None:
+            self._endpoint = Endpoint(self.sampling)
+        return self._endpoint
 
     def _server(self, spec: EnvironmentSpec) -> ForkServer:
         server = self._servers.get(spec.name)
@@ -182,15 +204,18 @@ class EnvironmentHost:
         if os.getpid() == self._owner:
             while self._servers:
                 self._servers.popitem()[1].close()
+            if self._endpoint is not None:
+                self._endpoint.close()
+                self._endpoint = None
 
 
 def answers(
-    connections: list[Connection], seconds: float, also: int | None
-) -> tuple[list[tuple[Connection, Answer]], bool]:
-    """Wait at most `seconds` for an answer, a timeout, or descriptor `also` to be readable.
+    connections: list[Connection], seconds: float, also: Collection[int] = ()
+) -> tuple[list[tuple[Connection, Answer]], set[int]]:
+    """Wait at most `seconds` for an answer, a timeout, or one of the descriptors `also` to be readable.
 
     Returns:
-        Connections that have answered or are overdue, with their answers; whether `also` is readable.
+        Connections that have answered or are overdue, with their answers; the descriptors that are readable.
     """
     end = time.monotonic() + seconds
     while True:
@@ -199,5 +224,6 @@ def answers(
         now = time.monotonic()  # before `poll`, which may wait for the end of a process: others may answer meanwhile
         polled = [(connection, connection.poll(connection.stream in readable, now)) for connection in connections]
         found = [(connection, answer) for connection, answer in polled if answer is not None]
-        if found or None in readable or time.monotonic() >= end:
-            return found, None in readable
+        woken = {descriptor for descriptor in also if descriptor in readable}
+        if found or woken or time.monotonic() >= end:
+            return found, woken

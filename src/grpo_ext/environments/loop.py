@@ -3,22 +3,23 @@
 The loop waits for one of two things. While an attempt is ready for the policy it does not wait: all ready attempts are
 the engine's next wave, and environments go on computing. While no attempt is ready it waits for any environment to
 answer, to run out of time, or to end. So each attempt is always with the engine, with an environment that has a
-deadline, or over, and a failure concerns one attempt only.
+deadline, or over, and a failure concerns one attempt only. An agent is an environment with one request, `run`, that
+asks for turns itself while it computes; its clock stops while it waits for an answer.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
-from grpo_ext.environments.composition import EnvironmentSpec
+from grpo_ext.environments.agents import Agents
+from grpo_ext.environments.attempt import Attempt, AttemptFigures, AttemptLimits, Call, MessageParser, Task
 from grpo_ext.environments.hosts import Answer, Connection, EnvironmentHost, answers
 from grpo_ext.environments.observations import final_reward, opened, stepped
-from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.rendering import CannotRender, Context, Renderer
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, InvalidResult
-from grpo_ext.objective.trajectory import Sample, Trajectory, Turn, common
+from grpo_ext.objective.trajectory import Sample, Trajectory, Turn, TurnRequest, common
 from grpo_ext.waiting import GRACE_SECONDS, Wait, WaitedInVain
 
 TEMPLATE = "template"
@@ -44,13 +45,8 @@ class TurnEngine(Protocol):
     def pending(self) -> int:
         """Number of turns that are being sampled in the background."""
 
-    def generate(
-        self, contexts: list[list[int]], limits: list[int], attempts: list[int]
-    ) -> list[tuple[int, Sample]]:  # fmt: skip
-        """Begin a turn of at most `limits` tokens after each context; return finished turns with their attempts.
-
-        An engine that samples in waves returns all of them, in order.
-        """
+    def generate(self, turns: list[TurnRequest]) -> list[tuple[TurnRequest, Sample]]:
+        """Begin turns; return finished ones. An engine that samples in waves returns all of them, in order."""
 
     def anyone(self, here: bool, leaves: bool) -> bool:
         """Return whether any process that generates together with this one still has an attempt.
@@ -67,69 +63,6 @@ class TurnEngine(Protocol):
         """End the engine after a generation."""
 
 
-class MessageParser(Protocol):
-    """Parses a sampled message."""
-
-    def __call__(self, ids: list[int], context: list[int], tools: list[dict] | None) -> Message:
-        """Return the message with its tool calls."""
-
-
-@dataclass(frozen=True)
-class AttemptLimits:
-    """Limits of each attempt."""
-
-    completion: int
-    """Most tokens after the prompt."""
-    counts_all: bool
-    """Whether an environment's tokens count as well."""
-    context: int | None
-    """Positions of the model."""
-    ends: frozenset[int]
-    """Tokens that end a turn."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """An attempt to be made."""
-
-    spec: EnvironmentSpec
-    row: Mapping[str, Any]
-    prompt: list[Message]
-    tools: list[dict] | None
-    seed: int
-    """Seed of the environment."""
-
-
-@dataclass
-class AttemptFigures:
-    """Turns, tool calls, refused tool calls and seconds of an attempt."""
-
-    turns: int = 0
-    calls: int = 0
-    refused: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(eq=False)
-class _Attempt:
-    number: int
-    task: Task
-    connection: Connection | None = None
-    context: Context = field(default_factory=lambda: Context([], ""))
-    history: list[Message] = field(default_factory=list)
-    opening: list[Message] = field(default_factory=list)
-    observation: list[Message] = field(default_factory=list)
-    """The environment's messages before the next turn: the state that the policy sees."""
-    messages: list[Message] = field(default_factory=list)
-    """Messages after the prompt, as rewards see them."""
-    parsed: Message = field(default_factory=dict)
-    turns: list[Turn] = field(default_factory=list)
-    figures: AttemptFigures = field(default_factory=AttemptFigures)
-    request: str = ""
-    spent: int = 0
-    truncated: bool = False
-
-
 class Attempts:
     """Runs the attempts of a generation.
 
@@ -140,6 +73,7 @@ class Attempts:
         parse: parses samples.
         limits: limits of each attempt.
         waiting: context in which the loop waits for environments while nothing is sampled.
+        tools: whether agents may give the model tools.
     """
 
     def __init__(
@@ -150,28 +84,32 @@ class Attempts:
         parse: MessageParser,
         limits: AttemptLimits,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        tools: bool = True,
     ) -> None:
         self.engine, self.host, self.renderer, self.parse, self.limits = engine, host, renderer, parse, limits
         self.waiting = waiting
+        self.agents = Agents(renderer, parse, limits, tools)
         self._done: dict[int, tuple[Trajectory, AttemptFigures]] = {}
-        self._ready: list[_Attempt] = []
-        self._computing: dict[Connection, _Attempt] = {}
-        self._sampling: dict[int, _Attempt] = {}
-        self._answered: deque[tuple[_Attempt, Answer]] = deque()
+        self._ready: list[Call] = []
+        self._computing: dict[Connection, Attempt] = {}
+        self._sampling: dict[TurnRequest, Call] = {}
+        self._answered: deque[tuple[Attempt, Answer]] = deque()
         self._leaves = False
 
     def run(self, tasks: Sequence[Task]) -> list[tuple[Trajectory, AttemptFigures]]:
         """Return trajectory and figures of each task, in order; a failed environment fails its attempt only."""
-        attempts = [_Attempt(number, task) for number, task in enumerate(tasks)]
+        attempts = [Attempt(number, task) for number, task in enumerate(tasks)]
         try:
             for attempt in attempts:
                 self._begin(attempt)
             while self.engine.anyone(self._unfinished, self._leaves):
                 with nullcontext() if self.engine.pending else self.waiting():
                     self._take_answers()
-                if self._ready or self._sampling or not self._computing:
+                if self._ready or self._sampling or not self._busy:
                     self._wave()
         finally:
+            self.agents.close()
             for attempt in attempts:  # open ones, after a failure of the engine
                 if attempt.connection is not None and attempt.number not in self._done:
                     attempt.connection.close()
@@ -182,9 +120,14 @@ class Attempts:
     def _unfinished(self) -> bool:
         return bool(self._ready or self._computing or self._answered or self._sampling)
 
+    @property
+    def _busy(self) -> bool:
+        """Whether an environment computes; an agent that waits for an answer does not."""
+        return any(not attempt.asked for attempt in self._computing.values())
+
     # Environments.
 
-    def _begin(self, attempt: _Attempt) -> None:
+    def _begin(self, attempt: Attempt) -> None:
         task = attempt.task
         attempt.history, attempt.opening = list(task.prompt), list(task.prompt)
         try:
@@ -194,9 +137,12 @@ class Attempts:
         except Exception as error:  # no descriptors, no threads left
             self._answered.append((attempt, Answer({}, f"{FailureKind.DIED}: it could not be started ({error})", 0.0)))
         else:
-            self._ask(attempt, "reset", dict(task.row))
+            if task.spec.is_agent:
+                self._ask(attempt, "run", self.agents.begin(attempt, self.host.endpoint))
+            else:
+                self._ask(attempt, "reset", dict(task.row))
 
-    def _ask(self, attempt: _Attempt, request: str, value: object) -> None:
+    def _ask(self, attempt: Attempt, request: str, value: object) -> None:
         connection, attempt.request = attempt.connection, request
         assert connection is not None
         try:
@@ -211,10 +157,15 @@ class Attempts:
     def _take_answers(self) -> None:
         """Handle the answers that have come; wait for the first if there is nothing else to do."""
         waited = self._wait()
+        own = [] if self.engine.descriptor is None else [self.engine.descriptor]
+        descriptors = [*own, *self.agents.descriptors]
         while True:
             while self._answered:
                 self._handle(*self._answered.popleft())
-            if not self._computing and not self.engine.pending:
+            if calls := self.agents.take():
+                self._ready += calls
+                waited.progressed()
+            if not self._busy and not self.engine.pending:
                 return
             idle = self.engine.waits or not self._ready
             seconds = _LONG if idle else _MOMENT
@@ -224,7 +175,8 @@ class Attempts:
                 except WaitedInVain:
                     self._leaves = True
                     return
-            found, sampled = answers(list(self._computing), seconds, self.engine.descriptor)
+            found, woken = answers(list(self._computing), seconds, descriptors)
+            sampled = self.engine.descriptor in woken
             if found:
                 waited.progressed()
             self._answered.extend((self._computing.pop(connection), answer) for connection, answer in found)
@@ -238,12 +190,12 @@ class Attempts:
         longest = max((spec.turn_timeout for spec in specs), default=0.0)
         return Wait(f"environment {names}", longest, "turn_timeout", GRACE_SECONDS)
 
-    def _handle(self, attempt: _Attempt, answer: Answer) -> None:
+    def _handle(self, attempt: Attempt, answer: Answer) -> None:
         attempt.figures.seconds += answer.seconds
         if answer.failure is not None:
             self._fail(attempt, answer.failure)
             return
-        handlers = {"reset": self._opened, "step": self._stepped, "finish": self._finished}
+        handlers = {"reset": self._opened, "step": self._stepped, "finish": self._finished, "run": self._ran}
         try:
             handlers[attempt.request](attempt, answer.value)
         except InvalidResult as error:
@@ -251,13 +203,13 @@ class Attempts:
         except CannotRender as error:
             self._fail(attempt, f"{TEMPLATE}: {error}")
 
-    def _opened(self, attempt: _Attempt, value: Mapping[str, Any]) -> None:
+    def _opened(self, attempt: Attempt, value: Mapping[str, Any]) -> None:
         attempt.history = opened(attempt.task.prompt, value, self.renderer.harmless)
         attempt.opening = attempt.observation = list(attempt.history)
         attempt.context = self.renderer.opening(attempt.history, attempt.task.tools)
         self._continue(attempt)
 
-    def _stepped(self, attempt: _Attempt, value: Mapping[str, Any]) -> None:
+    def _stepped(self, attempt: Attempt, value: Mapping[str, Any]) -> None:
         step = stepped(value)
         figures, turn = attempt.figures, attempt.turns[-1]
         figures.calls, figures.refused = figures.calls + step.calls, figures.refused + step.refused
@@ -282,38 +234,37 @@ class Attempts:
             attempt.observation = news
         self._continue(attempt)
 
-    def _continue(self, attempt: _Attempt) -> None:
+    def _continue(self, attempt: Attempt) -> None:
         if self._room(attempt) < 1:
             self._finish(attempt, truncated=True)
         else:
-            self._ready.append(attempt)
+            self._ready.append(Call(attempt, attempt.context))
 
-    def _finish(self, attempt: _Attempt, *, truncated: bool) -> None:
+    def _finish(self, attempt: Attempt, *, truncated: bool) -> None:
         attempt.truncated = truncated
         self._ask(attempt, "finish", None)
 
-    def _room(self, attempt: _Attempt) -> int:
-        """Return the number of tokens that the policy may still sample."""
-        left = self.limits.completion - attempt.spent
-        positions = left if self.limits.context is None else self.limits.context - len(attempt.context.ids)
-        return min(left, positions)
+    def _room(self, attempt: Attempt) -> int:
+        return self.limits.room(attempt.spent, attempt.context)
 
     # The policy.
 
     def _wave(self) -> None:
-        """Begin a turn of every ready attempt, in order of their numbers."""
-        wave = sorted(self._ready, key=lambda attempt: attempt.number)
+        """Begin all turns that attempts are ready for, in order of the attempts."""
+        open_calls = (call for call in self._ready if call.attempt.number not in self._done)
+        wave = sorted(open_calls, key=lambda call: call.attempt.number)
         self._ready = []
-        self._sampling |= {attempt.number: attempt for attempt in wave}
-        samples = self.engine.generate(
-            [attempt.context.ids for attempt in wave],
-            [self._room(attempt) for attempt in wave],
-            [attempt.number for attempt in wave],
-        )
-        for number, sample in samples:
-            self._sampled(self._sampling.pop(number), sample)
+        limits = self.agents.limits_of(wave)
+        turns = [TurnRequest(call.context.ids, n, call.attempt.number) for call, n in zip(wave, limits, strict=True)]
+        self._sampling |= dict(zip(turns, wave, strict=True))
+        for turn, sample in self.engine.generate(turns):
+            call = self._sampling.pop(turn)
+            if call.request is None:
+                self._sampled(call.attempt, sample)
+            elif call.attempt.number not in self._done:
+                self.agents.answer(call, sample, self.engine.version)
 
-    def _sampled(self, attempt: _Attempt, sample: Sample) -> None:
+    def _sampled(self, attempt: Attempt, sample: Sample) -> None:
         turn = Turn(attempt.context.ids, sample.ids, sample.logprobs, self.engine.version)
         attempt.turns.append(replace(turn, state=repr(attempt.observation)))
         attempt.figures.turns += 1
@@ -327,28 +278,35 @@ class Attempts:
 
     # The end.
 
-    def _finished(self, attempt: _Attempt, value: Mapping[str, Any]) -> None:
+    def _finished(self, attempt: Attempt, value: Mapping[str, Any]) -> None:
         self._end(attempt, final_reward(value), None)
 
-    def _fail(self, attempt: _Attempt, failure: str) -> None:
+    def _ran(self, attempt: Attempt, value: Mapping[str, Any]) -> None:
+        if attempt.turns or attempt.truncated:
+            self._end(attempt, final_reward(value), None)
+        else:
+            reason = f"it ended without an answer of the model. {value.get('output') or ''}"
+            self._fail(attempt, f"{FailureKind.RAISED}: run: {reason}")
+
+    def _fail(self, attempt: Attempt, failure: str) -> None:
         on_error = attempt.task.spec.on_error
         attempt.truncated = True
         attempt.turns = [replace(turn, reward=None) for turn in attempt.turns]
-        if not attempt.context.ids:
-            attempt.context = self._prompt(attempt)
         self._end(attempt, None if isinstance(on_error, str) else float(on_error), failure)
 
-    def _prompt(self, attempt: _Attempt) -> Context:
+    def _prompt(self, attempt: Attempt) -> Context:
         """Return a context for an attempt that failed before its first turn."""
         try:
             return self.renderer.opening(attempt.task.prompt, attempt.task.tools)
         except CannotRender:
             return Context([min(self.limits.ends)], "")
 
-    def _end(self, attempt: _Attempt, reward: float | None, failure: str | None) -> None:
+    def _end(self, attempt: Attempt, reward: float | None, failure: str | None) -> None:
         if attempt.connection is not None:
             attempt.connection.close()
-        turns = attempt.turns or [Turn(attempt.context.ids, [], None, self.engine.version)]
+        self.agents.end(attempt)
+        context = attempt.context if attempt.context.ids else self._prompt(attempt)
+        turns = attempt.turns or [Turn(context.ids, [], None, self.engine.version)]
         name = attempt.task.spec.name
         messages = attempt.messages or [{"role": "assistant", "content": ""}]
         trajectory = Trajectory(turns, reward, attempt.truncated, failure, name, messages, attempt.opening)

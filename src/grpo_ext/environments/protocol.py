@@ -1,4 +1,4 @@
-"""Protocols of environments: TRL's class of tools, or a `Conversation` that answers the model's whole message."""
+"""Protocols of environments: TRL's class of tools, a `Conversation` that answers messages, an `Agent` that asks."""
 
 from collections.abc import Awaitable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -54,13 +54,53 @@ class Conversation:
         raise NotImplementedError
 
 
+class AgentTask(NamedTuple):
+    """What an agent gets: the row, and its way to the model, which ends with the attempt."""
+
+    row: Mapping[str, Any]
+    url: str
+    """Address of the endpoint; OpenAI's paths begin with `/v1` behind it."""
+    key: str
+
+
+class Agent:
+    """An environment that calls the model itself, through an endpoint that speaks OpenAI's protocol."""
+
+    in_process = False
+    needs: tuple[str, ...] = ()
+    """Columns of the data that it needs."""
+    output = ""
+    """End of what it has written, shown if it never called the model."""
+
+    @staticmethod
+    def pays(options: Mapping[str, Any]) -> bool:
+        """Return whether it has a reward of its own, by its options."""
+        return True
+
+    def run(self, task: AgentTask) -> float | Awaitable[float | None] | None:
+        """Run the agent to its end. Return its reward, or None if it has none."""
+        raise NotImplementedError
+
+
 def is_conversation(environment: type | None) -> bool:
     """Return whether it reads whole messages, not calls of tools."""
     return isinstance(environment, type) and issubclass(environment, Conversation)
 
 
-def owns_reward(environment: type | None) -> bool:
+def is_agent(environment: type | None) -> bool:
+    """Return whether it calls the model itself."""
+    return isinstance(environment, type) and issubclass(environment, Agent)
+
+
+def has_tools(environment: type | None) -> bool:
+    """Return whether the model calls its methods."""
+    return not is_conversation(environment) and not is_agent(environment)
+
+
+def owns_reward(environment: type | None, options: Mapping[str, Any]) -> bool:
     """Return whether it has its own reward."""
+    if isinstance(environment, type) and issubclass(environment, Agent):
+        return environment.pays(options)
     return is_conversation(environment) or callable(getattr(environment, REWARD, None))
 
 

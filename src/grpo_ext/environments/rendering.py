@@ -65,20 +65,21 @@ class Renderer:
         parsed: Message,
         news: Sequence[Message],
         tools: list[dict] | None,
+        written: Message | None = None,
     ) -> tuple[Context, Message]:
         """Return the context after a finished turn, and the policy's message as the history keeps it.
 
         Two forms of the message are tried: the text as written, then the parsed message, because some templates render
         a tool's answer only after a message with `tool_calls`. A form counts only if the template renders all of
         `news` after it. The first form whose text extends the conversation wins; if neither does, the parsed form of
-        a tool call, else the written form.
+        a tool call, else the written form. `written` is given where the last token does not end the message.
 
         Raises:
             CannotRender: the template takes neither form, or omits a message of `news`.
         """
-        sampled_text = self._decoded(sampled)
-        closing = self._decoded(sampled[-1:])
-        written = {"role": "assistant", "content": sampled_text.removesuffix(closing)}
+        sampled_text = self.decoded(sampled)
+        closing = self.decoded(sampled[-1:])
+        written = written or {"role": "assistant", "content": sampled_text.removesuffix(closing)}
         rewritten: list[tuple[str, Message]] = []
         failure: CannotRender | None = None
         for message in (written, self._split(parsed)):
@@ -115,7 +116,7 @@ class Renderer:
             found = [self._split(part) for part in value]
         return cast(T, found)
 
-    def _decoded(self, ids: list[int]) -> str:
+    def decoded(self, ids: list[int]) -> str:
         """Return sampled ids as text: control tokens as they are, texts that look like one split by a space."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         counts = Counter(ids)

@@ -20,6 +20,8 @@ from grpo_ext.child_processes import traceback_tail
 from grpo_ext.environments.protocol import (
     REWARD,
     TEXT_ONLY_CURE,
+    Agent,
+    AgentTask,
     Conversation,
     Message,
     Step,
@@ -35,7 +37,7 @@ _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]{4,}")
 """How Python shows an object that has no text of its own; the number differs from run to run."""
 
 SessionRequest = tuple[str, Any]
-"""reset with a row, step with a message, or finish with None."""
+"""reset with a row, step with a message, finish with None; for an agent only run with its task."""
 
 
 class FailureKind(StrEnum):
@@ -59,7 +61,7 @@ class InvalidResult(TypeError):
 
 
 class Session:
-    """An environment (or None) and its tools. The environment is made by the first request, `reset`.
+    """An environment (or None) and its tools. The environment is made by the first request.
 
     Args:
         make: makes the environment.
@@ -80,6 +82,8 @@ class Session:
         try:
             if name == "reset":
                 return {"opening": self._reset(value)}
+            if name == "run":
+                return self._run(value)
             return self._step(value) if name == "step" else self._finish()
         except InvalidResult as error:
             return {"failed": [FailureKind.GARBAGE, f"{name}: {error}"]}
@@ -101,6 +105,11 @@ class Session:
             environment.seed = self._seed
             return self._awaited(environment.reset(row))
         return self._awaited(cast(Any, environment).reset(**row))
+
+    def _run(self, task: AgentTask) -> dict[str, Any]:
+        assert self._make is not None
+        agent = cast(Agent, self._make())
+        return {"reward": self._awaited(agent.run(task)), "output": agent.output}
 
     def _step(self, message: Message) -> dict[str, Any]:
         if isinstance(self._environment, Conversation):

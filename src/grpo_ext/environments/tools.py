@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any, TypeAlias
 
-from grpo_ext.environments.protocol import RESET, REWARD, is_conversation
+from grpo_ext.environments.protocol import RESET, REWARD, has_tools
 from grpo_ext.errors import ABSENT, Problem
 
 Tool: TypeAlias = Callable[..., Any]
@@ -14,7 +14,7 @@ Tool: TypeAlias = Callable[..., Any]
 
 def methods_of(environment: type | None) -> dict[str, Tool]:
     """Return the public methods of a class of TRL's protocol, which are its tools."""
-    if environment is None or is_conversation(environment):
+    if environment is None or not has_tools(environment):
         return {}
     return {
         name: method

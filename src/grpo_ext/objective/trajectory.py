@@ -24,6 +24,18 @@ class Sample(NamedTuple):
     logprobs: list[float | None] | None
 
 
+@dataclass(frozen=True, eq=False)
+class TurnRequest:
+    """A turn to be sampled: the unit of an engine. One attempt may have several at a time."""
+
+    context: list[int]
+    """All ids that the policy reads."""
+    limit: int
+    """Most tokens to sample."""
+    attempt: int
+    """Number of its attempt in the generation, whose random numbers it takes."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """One call of the policy."""

@@ -10,7 +10,7 @@ import numpy as np
 from accelerate.utils import gather_object
 
 from grpo_ext.errors import SamplerLost
-from grpo_ext.objective.trajectory import Sample
+from grpo_ext.objective.trajectory import Sample, TurnRequest
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.vllm.kept import read
@@ -48,14 +48,13 @@ class WaveEngine:
         self._sample, self.version, self.waits, self._together = sample, version, waits, together
         self._streams = [attempt.stream() for attempt in attempts]
 
-    def generate(
-        self, contexts: list[list[int]], limits: list[int], attempts: list[int]
-    ) -> list[tuple[int, Sample]]:  # fmt: skip
-        """Sample a turn after each context."""
-        if not (contexts or self._together):
+    def generate(self, turns: list[TurnRequest]) -> list[tuple[TurnRequest, Sample]]:
+        """Sample all turns."""
+        if not (turns or self._together):
             return []
-        sampled = self._sample(contexts, limits, [self._streams[number] for number in attempts])
-        return [(number, Sample(made.ids, made.logps)) for number, made in zip(attempts, sampled, strict=True)]
+        streams = [self._streams[turn.attempt] for turn in turns]
+        sampled = self._sample([turn.context for turn in turns], [turn.limit for turn in turns], streams)
+        return [(turn, Sample(made.ids, made.logps)) for turn, made in zip(turns, sampled, strict=True)]
 
     def anyone(self, here: bool, leaves: bool) -> bool:
         """Return whether an attempt is left, as `TurnEngine` does."""
@@ -83,7 +82,7 @@ class ServerEngine:
         self._server, self.version = server, version
         self._streams = [attempt.stream() for attempt in attempts]
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="turn")
-        self._asked: dict[Future[Sample], tuple[list[int], int, int]] = {}
+        self._asked: dict[Future[Sample], TurnRequest] = {}
         self._pipe_read, self._pipe_write = os.pipe()
         os.set_blocking(self._pipe_read, False)
         self.descriptor: int | None = self._pipe_read
@@ -97,12 +96,10 @@ class ServerEngine:
         """Turns that are being sampled."""
         return len(self._asked)
 
-    def generate(
-        self, contexts: list[list[int]], limits: list[int], attempts: list[int]
-    ) -> list[tuple[int, Sample]]:  # fmt: skip
-        """Send a request for each context; return the turns that have come back."""
-        for turn in zip(contexts, limits, attempts, strict=True):
-            self._ask(*turn)
+    def generate(self, turns: list[TurnRequest]) -> list[tuple[TurnRequest, Sample]]:
+        """Send a request for each turn; return the turns that have come back."""
+        for turn in turns:
+            self._ask(turn)
         done = [future for future in self._asked if future.done()]
         with suppress(BlockingIOError):  # a request may be done a moment before its byte is in the pipe
             os.read(self._pipe_read, max(1, len(done)))
@@ -110,7 +107,7 @@ class ServerEngine:
         for future in done:
             turn = self._asked.pop(future)
             if (error := future.exception()) is None:
-                found.append((turn[2], future.result()))
+                found.append((turn, future.result()))
             else:
                 assert isinstance(error, Exception)
                 failed.append((error, turn))
@@ -118,17 +115,17 @@ class ServerEngine:
             self._server.wait_for_server([error for error, _ in failed])
             self._server.sync_weights()
             for _, turn in failed:
-                self._ask(*turn)
+                self._ask(turn)
         return found
 
-    def _ask(self, context: list[int], limit: int, attempt: int) -> None:
-        seed = int(self._streams[attempt].integers(2**31))
-        future = self._threads.submit(self._sampled, context, limit, seed)
-        self._asked[future] = (context, limit, attempt)
+    def _ask(self, turn: TurnRequest) -> None:
+        seed = int(self._streams[turn.attempt].integers(2**31))
+        future = self._threads.submit(self._sampled, turn, seed)
+        self._asked[future] = turn
         future.add_done_callback(lambda _: os.write(self._pipe_write, b"."))
 
-    def _sampled(self, context: list[int], limit: int, seed: int) -> Sample:
-        made = read(*self._server.completion_of(context, limit, seed), bound=None)
+    def _sampled(self, turn: TurnRequest, seed: int) -> Sample:
+        made = read(*self._server.completion_of(turn.context, turn.limit, seed), bound=None)
         return Sample(made.ids, made.logps)
 
     def close(self) -> None:

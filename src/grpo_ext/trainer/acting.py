@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +12,15 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from trl.chat_template_utils import parse_response
+from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.rows import without_gaps
+from grpo_ext.environments.attempt import AttemptFigures, AttemptLimits, Task
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import AttemptFigures, AttemptLimits, Attempts, Task, TurnEngine
+from grpo_ext.environments.loop import Attempts, TurnEngine
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
@@ -37,6 +38,12 @@ def limits_of(args: GRPOExtConfig, positions: int | None, ends: frozenset[int]) 
     """Return the limits of an attempt; `ends` are the tokens that end a turn."""
     length, counts_all = args.max_completion_length or 0, args.completion_length_counts == "all"
     return AttemptLimits(completion=length, counts_all=counts_all, context=positions, ends=ends)
+
+
+def sampling_of(args: GRPOExtConfig) -> dict[str, Any]:
+    """Return the settings by which the policy samples, by OpenAI's names."""
+    named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: getattr(args, name) for name in named} | {"presence_penalty": 0, "frequency_penalty": 0}
 
 
 # Rewards of environments.
@@ -58,7 +65,7 @@ def reward_of(made: Trajectory, spec: EnvironmentSpec) -> list[float] | float | 
 
     Where turns have rewards it is a number for each turn; the reward of the whole is added to the last.
     """
-    if not spec.owns_reward or (spec.uses_tools and made.reward is None):
+    if not spec.owns_reward or ((spec.uses_tools or spec.is_agent) and made.reward is None):
         return None
     whole, turns = made.reward or 0.0, [turn.reward for turn in made.turns]
     if all(reward is None for reward in turns):
@@ -74,15 +81,23 @@ class Acting:
         specs: the environments; with several, the column `environment` names the one of a row.
         tokenizer: the policy's.
         memory_gib: memory that each process may use.
+        sampling: the settings by which the policy samples.
     """
 
     def __init__(
-        self, specs: Sequence[EnvironmentSpec], tokenizer: PreTrainedTokenizerBase, memory_gib: float
+        self,
+        specs: Sequence[EnvironmentSpec],
+        tokenizer: PreTrainedTokenizerBase,
+        memory_gib: float,
+        sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer, self.hosts = tokenizer, EnvironmentHost(memory_gib)
+        self.tokenizer, self.hosts = tokenizer, EnvironmentHost(memory_gib, sampling)
         self.specs = {spec.name: spec for spec in specs}
         self._tools = {s.name: schemas(s.target, s.functions) if s.uses_tools else None for s in specs}
         self._reader = reader_of(tokenizer) if any(self._tools.values()) else None
+        if self._reader is None and any(spec.is_agent for spec in specs):
+            with suppress(ValueError):  # requests with tools are then refused
+                self._reader = reader_of(tokenizer) if supports_tool_calling(tokenizer) else None
 
     def play(
         self,
@@ -94,7 +109,7 @@ class Acting:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Played:
         """Play one attempt for each row and close the engine; `waiting` is as in `Attempts`."""
-        loop = Attempts(engine, self.hosts, renderer, self._parsed, limits, waiting)
+        loop = Attempts(engine, self.hosts, renderer, self._parsed, limits, waiting, tools=self._reader is not None)
         with closing(engine):
             both = zip(rows, attempts, strict=True)
             return loop.run([self._task(row, attempt.game) for row, attempt in both])

@@ -38,7 +38,7 @@ from grpo_ext.rollout.seeing import Tokenized
 from grpo_ext.rollout.trajectories import completed, parents_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
-from grpo_ext.trainer.acting import Acting
+from grpo_ext.trainer.acting import Acting, sampling_of
 from grpo_ext.trainer.batches import (
     Generation,
     counted,
@@ -187,7 +187,8 @@ class GRPOExtTrainer(Lifecycle):
         self._set_up_reference()
         if ready.environments:
             # a copy: the background may play while TRL tokenizes
-            self.acting = Acting(ready.environments, copy.deepcopy(self._tokenizer), reward_memory_gib)
+            tokenizer = copy.deepcopy(self._tokenizer)
+            self.acting = Acting(ready.environments, tokenizer, reward_memory_gib, sampling_of(args))
         rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
         self.reward_runtime = rewards.runtime
         self.opened = template_opens(self._tokenizer, as_mapping(self.chat_template_kwargs))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_ext.environments.loop import AttemptFigures
+from grpo_ext.environments.attempt import AttemptFigures
 from grpo_ext.objective.trajectory import Trajectory, Tree, Turn
 from grpo_ext.rewards.containment import Scored
 from grpo_ext.rewards.outcomes import Scores

@@ -18,7 +18,7 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from grpo_ext.data.chat_template import splits_reasoning
-from grpo_ext.environments.loop import AttemptLimits
+from grpo_ext.environments.attempt import AttemptLimits
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import COLUMN, batch
 from grpo_ext.rewards.containment import scored_by

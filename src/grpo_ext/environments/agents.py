@@ -1,0 +1,168 @@
+"""The agents of a generation: their requests become turns to sample, and sampled turns become answers."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from grpo_ext.environments.attempt import Attempt, AttemptLimits, Call, MessageParser
+from grpo_ext.environments.endpoint.history import Finished, History, key_of, keys_of
+from grpo_ext.environments.endpoint.requests import PendingRequest, Refused, Reply
+from grpo_ext.environments.endpoint.server import Endpoint, Inbox
+from grpo_ext.environments.protocol import AgentTask, Message
+from grpo_ext.environments.rendering import CannotRender, Renderer
+from grpo_ext.objective.trajectory import Sample, Turn
+
+
+class Agents:
+    """Serves the agents of one generation.
+
+    Args:
+        renderer: renders contexts.
+        parse: parses samples.
+        limits: limits of each attempt.
+        tools: whether the chat template and its parser know calls of tools.
+    """
+
+    def __init__(self, renderer: Renderer, parse: MessageParser, limits: AttemptLimits, tools: bool) -> None:
+        self._renderer, self._parse, self._limits, self._tools = renderer, parse, limits, tools
+        self._attempts: dict[int, Attempt] = {}
+        self._inbox: Inbox | None = None
+        self._endpoint: Endpoint | None = None
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptor that is readable while there are requests."""
+        return [] if self._inbox is None else [self._inbox.descriptor]
+
+    def begin(self, attempt: Attempt, endpoint: Endpoint) -> AgentTask:
+        """Give an attempt its way to the model. Return what its process gets."""
+        self._endpoint, self._inbox = endpoint, self._inbox or Inbox()
+        attempt.line, attempt.dialogue = endpoint.open(self._inbox), History(self._renderer)
+        self._attempts[attempt.line.number] = attempt
+        return AgentTask(dict(attempt.task.row), attempt.line.url, attempt.line.key)
+
+    def end(self, attempt: Attempt) -> None:
+        """Refuse what the attempt still asks, and note its conversation."""
+        if attempt.line is None or attempt.dialogue is None or self._endpoint is None:
+            return
+        self._endpoint.shut(attempt.line)
+        self._attempts.pop(attempt.line.number, None)
+        attempt.messages = attempt.dialogue.messages
+        attempt.opening = attempt.dialogue.opening or attempt.opening
+
+    def close(self) -> None:
+        """End all attempts."""
+        for attempt in list(self._attempts.values()):
+            self.end(attempt)
+        if self._inbox is not None:
+            self._inbox.close()
+
+    # Requests.
+
+    def take(self) -> list[Call]:
+        """Return the turns that agents have asked for, and refuse requests that cannot be answered."""
+        found: list[Call] = []
+        for request in self._inbox.take() if self._inbox is not None else ():
+            attempt = self._attempts.get(request.line)
+            if attempt is None:  # it has ended, and its line has refused the request
+                continue
+            try:
+                found += self._calls(attempt, request)
+            except Refused as refused:
+                request.done(refused)
+            except CannotRender as error:
+                request.done(Refused(str(error), "template"))
+        return found
+
+    def _calls(self, attempt: Attempt, request: PendingRequest) -> list[Call]:
+        """Return a turn for each answer of a request.
+
+        Raises:
+            Refused: a limit of the attempt is reached.
+            CannotRender: the chat template does not take its messages.
+        """
+        history, choices = attempt.dialogue, request.chat.choices
+        assert history is not None
+        if request.chat.tools and not self._tools:
+            raise Refused("TRL cannot read calls of tools in the chat template of this model", "unsupported_parameter")
+        most = attempt.task.spec.max_turns
+        if attempt.figures.turns + attempt.asked + choices > most:
+            attempt.truncated = True
+            raise Refused(f"the attempt has made all its requests (max_turns={most})", "turn_limit_exceeded")
+        opened = history.opened(request.chat)
+        news = history.new_tokens(opened.context.ids) if self._limits.counts_all else 0
+        if self._limits.room(attempt.spent + news, opened.context) < choices:
+            attempt.truncated = True
+            reason = f"no room for an answer to a context of {len(opened.context.ids)} tokens"
+            raise Refused(f"{reason} (max_completion_length, positions of the model)", "context_length_exceeded")
+        attempt.spent += news
+        attempt.asked += choices
+        if attempt.connection is not None:
+            attempt.connection.pause()
+        return [Call(attempt, opened.context, request, opened) for _ in range(choices)]
+
+    def limits_of(self, calls: Sequence[Call]) -> list[int]:
+        """Return the limit of each turn of a wave; turns of one attempt share its room."""
+        sharing = Counter(call.attempt.number for call in calls)
+        rooms = [self._limits.room(call.attempt.spent, call.context) // sharing[call.attempt.number] for call in calls]
+        asked = [call.request.chat.limit if call.request is not None else None for call in calls]
+        return [max(1, min(room, limit or room)) for room, limit in zip(rooms, asked, strict=True)]
+
+    # Answers.
+
+    def answer(self, call: Call, sample: Sample, version: int) -> None:
+        """Note a sampled turn, and answer its request if it was the last one of it."""
+        attempt, request, opened = call.attempt, call.request, call.opened
+        assert request is not None
+        assert opened is not None
+        assert attempt.dialogue is not None
+        ids, logprobs, message, stopped = self._cut(sample, call)
+        ended = bool(ids) and ids[-1] in self._limits.ends and not stopped
+        attempt.turns.append(Turn(call.context.ids, ids, logprobs, version))
+        attempt.figures.turns, attempt.asked = attempt.figures.turns + 1, attempt.asked - 1
+        attempt.figures.calls += len(message.get("tool_calls") or [])
+        attempt.spent += len(ids)
+        whole = {"role": "assistant", "content": self._renderer.decoded(ids)}
+        written = None if ended else message if stopped else whole
+        if ids:
+            keys = [*keys_of(request.chat), key_of(message)]
+            attempt.dialogue.add(Finished(keys, opened, ids, message, written))
+        if not ended and not stopped and len(ids) != request.chat.limit:
+            attempt.truncated = True
+        finish = "tool_calls" if message.get("tool_calls") else "stop" if ended or stopped else "length"
+        texts = self._logprobs(ids, logprobs) if request.chat.logprobs else None
+        request.add(Reply(message, finish, len(call.context.ids), len(ids), texts))
+        if not attempt.asked and attempt.connection is not None:
+            attempt.connection.resume()
+
+    def _cut(self, sample: Sample, call: Call) -> tuple[list[int], list[float | None] | None, Message, bool]:
+        """Return ids, log-probabilities and message of a sample up to its first stop text, and whether it has one.
+
+        What follows the token that completes a stop text is not part of the turn: as if sampling had ended there.
+        """
+        assert call.request is not None
+        chat, ids = call.request.chat, sample.ids
+        kept = stop_at(ids, chat.stop, self._text) if chat.stop else None
+        if kept is None:
+            return ids, sample.logprobs, self._parse(ids, call.context.ids, chat.tools), False
+        text = self._text(ids[:kept])
+        end = min(place for stop in chat.stop if (place := text.find(stop)) >= 0)
+        logprobs = None if sample.logprobs is None else sample.logprobs[:kept]
+        return ids[:kept], logprobs, {"role": "assistant", "content": text[:end]}, True
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._renderer.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _logprobs(self, ids: list[int], logprobs: list[float | None] | None) -> list[tuple[str, float | None]]:
+        return [(self._text([i]), value) for i, value in zip(ids, logprobs or [None] * len(ids), strict=True)]
+
+
+def stop_at(ids: list[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:
+    """Return the number of ids whose text first holds one of `stops`; None if it never does."""
+
+    def holds(count: int) -> bool:
+        text = decode(ids[:count])
+        return any(stop in text for stop in stops)
+
+    return bisect_left(range(len(ids)), True, key=lambda i: holds(i + 1)) + 1 if holds(len(ids)) else None

@@ -1,0 +1,103 @@
+"""The context of each request of an attempt: it extends the finished turn whose conversation the request continues.
+
+An agent sends a whole conversation each time. The turn whose messages and answer are the longest prefix of it keeps
+its sampled ids, as far as the chat template's text extends them. Any other conversation (a branch, a summary, a
+sub-agent, thinking that was removed) is rendered from its beginning; the tree of the trajectory finds what it shares.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from grpo_ext.environments.endpoint.requests import ChatRequest, calls_of, thinking_of
+from grpo_ext.environments.protocol import Message
+from grpo_ext.environments.rendering import Context, Renderer
+from grpo_ext.objective.trajectory import common
+
+Key: TypeAlias = str
+"""What two messages must share to be the same: role, thinking, text, calls."""
+
+
+class Opened(NamedTuple):
+    """The context of a request, and its messages as the chat template has read them."""
+
+    context: Context
+    history: list[Message]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished turn."""
+
+    keys: list[Key]
+    """Of the request's messages and of the answer."""
+    opened: Opened
+    sampled: list[int]
+    parsed: Message
+    written: Message | None
+    """The message as text, where it did not end by itself."""
+
+
+def key_of(message: Message) -> Key:
+    """Return what makes a message the same as another; ids of calls and white space around texts do not."""
+    text = str(message.get("content") or "").strip()
+    return json.dumps([message["role"], thinking_of(message).strip(), text, calls_of(message)], sort_keys=True)
+
+
+def continued(keys: Sequence[Key], finished: Sequence[Finished]) -> Finished | None:
+    """Return the turn that is the longest prefix of a conversation, the last of equal ones; None if none is."""
+    prefixes = [turn for turn in finished if keys[: len(turn.keys)] == turn.keys]
+    return max(reversed(prefixes), key=lambda turn: len(turn.keys), default=None)
+
+
+class History:
+    """The finished turns of one attempt."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer, self._finished = renderer, list[Finished]()
+
+    def opened(self, request: ChatRequest) -> Opened:
+        """Return the context of a request.
+
+        Raises:
+            CannotRender: the chat template does not take the conversation, or leaves out a part.
+        """
+        turn = continued(keys_of(request), self._finished)
+        if turn is None:
+            messages = self._renderer.harmless(request.messages)
+            return Opened(self._renderer.opening(messages, request.tools), messages)
+        before, news = turn.opened, self._renderer.harmless(request.messages[len(turn.keys) :])
+        context, message = self._renderer.following(
+            before.context, turn.sampled, before.history, turn.parsed, news, request.tools, turn.written
+        )
+        return Opened(context, [*before.history, message, *news])
+
+    def add(self, turn: Finished) -> None:
+        """Keep a finished turn."""
+        self._finished.append(turn)
+
+    def new_tokens(self, context: list[int]) -> int:
+        """Return how many tokens of a context no finished turn has; 0 for the first, which is the prompt."""
+        seen = ([*turn.opened.context.ids, *turn.sampled] for turn in self._finished)
+        return len(context) - max((common(ids, context) for ids in seen), default=len(context))
+
+    @property
+    def opening(self) -> list[Message]:
+        """Messages of the first request, which are the prompt."""
+        return self._finished[0].opened.history if self._finished else []
+
+    @property
+    def messages(self) -> list[Message]:
+        """Messages of the last conversation behind what it shares with the opening, with the model's last answer."""
+        if not self._finished:
+            return []
+        last, opening = self._finished[-1], self.opening
+        history = last.opened.history
+        shared = next((i for i, (a, b) in enumerate(zip(history, opening, strict=False)) if a != b), len(opening))
+        return [*history[shared:], last.parsed]
+
+
+def keys_of(request: ChatRequest) -> list[Key]:
+    """Return the keys of a request's messages."""
+    return [key_of(message) for message in request.messages]

@@ -1,0 +1,116 @@
+"""One request of an agent and its answer, whatever the dialect; and the refusals."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_ext.environments.protocol import Message, is_parts, medium, parts_text
+
+
+class Refused(ValueError):
+    """A request that is not answered.
+
+    Attributes:
+        status: of HTTP.
+        code: one word for programs.
+    """
+
+    def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What an agent asks of the model."""
+
+    messages: list[Message]
+    """As a chat template takes them: contents are text, arguments of calls are mappings."""
+    tools: list[dict[str, Any]] | None = None
+    choices: int = 1
+    """Number of answers."""
+    limit: int | None = None
+    """Most tokens of an answer."""
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    stream: bool = False
+    usage: bool = False
+    """Whether a stream ends with the numbers of tokens."""
+    model: str = "policy"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of sampling that it names."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of the model."""
+
+    message: Message
+    finish: str
+    """stop, length or tool_calls."""
+    read: int
+    """Number of tokens of the context."""
+    written: int
+    """Number of sampled tokens."""
+    logprobs: list[tuple[str, float | None]] | None = None
+    """Text and log-probability of each sampled token, where asked for."""
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """A request that waits for its answers; the thread of the loop answers or refuses it."""
+
+    line: int
+    """Number of the attempt's line."""
+    chat: ChatRequest
+    done: Callable[[list[Reply] | Refused], None]
+    replies: list[Reply] = field(default_factory=list)
+
+    def add(self, reply: Reply) -> bool:
+        """Add an answer, and send all if it is the last. Return whether it is."""
+        self.replies.append(reply)
+        if len(self.replies) < self.chat.choices:
+            return False
+        self.done(self.replies)
+        return True
+
+
+def text_of(content: object, where: str) -> str:
+    """Return a message's content as text.
+
+    Raises:
+        Refused: a part is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if is_parts(content) and medium(content) is None:
+        return parts_text(content)  # type: ignore[arg-type]
+    raise Refused(f"{where} has content that is not text. Send text only.", "unsupported_content")
+
+
+def call_of(name: object, arguments: object) -> dict[str, Any]:
+    """Return a call of a tool as a chat template takes it: arguments that are JSON text become a mapping."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {"": arguments}  # what a model wrote may be anything
+    return {"type": "function", "function": {"name": str(name), "arguments": arguments}}
+
+
+def calls_of(message: Message) -> list[tuple[str, Any]]:
+    """Return names and arguments of the calls in a message."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    return [
+        (str(call.get("name")), call_of("", call.get("arguments") or {})["function"]["arguments"]) for call in calls
+    ]
+
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message under which parsers keep a model's thinking."""
+
+
+def thinking_of(message: Message) -> str:
+    """Return the thinking of a message."""
+    return next((str(message[key]) for key in REASONING if message.get(key)), "")

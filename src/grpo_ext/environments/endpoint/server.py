@@ -1,0 +1,237 @@
+"""The server of agents' requests: on loopback only, in a daemon thread of the process that plays their attempts.
+
+Each attempt has a line: an address and a random key, which are kept in memory only. The server's thread reads requests
+and puts them in the inbox of the loop that plays the attempt; the loop is woken by a socket, and answers or refuses
+each. What an attempt does with its line can reach no other attempt.
+"""
+
+import asyncio
+import hmac
+import itertools
+import json
+import logging
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from grpo_ext.environments.endpoint import chat
+from grpo_ext.environments.endpoint.requests import ChatRequest, PendingRequest, Refused, Reply
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+logger = logging.getLogger(__name__)
+LARGEST = 2**24
+"""Most bytes of a request's body."""
+_CLOSING_SECONDS = 5.0
+DIALECTS = {"chat/completions": chat}
+"""Modules that convert a dialect's bodies to requests, and replies to its answers and events, by path."""
+
+
+def missing() -> str | None:
+    """Return the package that the server needs and that is not installed."""
+    return next((name for name in ("starlette", "uvicorn") if find_spec(name) is None), None)
+
+
+class Inbox:
+    """Requests for one loop, and the descriptor that is readable while there are some."""
+
+    def __init__(self) -> None:
+        self._reading, self._writing = socket.socketpair()
+        self._reading.setblocking(False)
+        self._writing.setblocking(False)
+        self._requests: deque[PendingRequest] = deque()
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor that wakes the loop."""
+        return self._reading.fileno()
+
+    def put(self, request: PendingRequest) -> None:
+        """Add a request; for the server's thread."""
+        self._requests.append(request)
+        with suppress(OSError):  # full, so that it wakes the loop already; or closed
+            self._writing.send(b".")
+
+    def take(self) -> list[PendingRequest]:
+        """Return the requests that have come."""
+        with suppress(BlockingIOError):
+            while self._reading.recv(4096):
+                pass
+        return [self._requests.popleft() for _ in range(len(self._requests))]
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._reading.close()
+        self._writing.close()
+
+
+@dataclass(eq=False)
+class Line:
+    """The way of one attempt to the model."""
+
+    number: int
+    url: str
+    """Address without a dialect's path."""
+    key: str = field(repr=False)
+    inbox: Inbox
+    waiting: set[PendingRequest] = field(default_factory=set)
+
+
+class Endpoint:
+    """The server; it runs until `close`.
+
+    Args:
+        sampling: the recipe's settings of sampling. A request that names another value is answered by the recipe's.
+    """
+
+    def __init__(self, sampling: Mapping[str, Any]) -> None:
+        import uvicorn
+
+        self._sampling, self._told = sampling, set[str]()
+        self._lines: dict[int, Line] = {}
+        self._numbers, self._next = itertools.count(1), 0
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        config = uvicorn.Config(
+            self._application(), loop="asyncio", ws="none", lifespan="off", log_config=None, access_log=False
+        )
+        self._server = uvicorn.Server(config)
+        run = self._server.run
+        self._thread = threading.Thread(target=run, args=([self._socket],), daemon=True, name="endpoint")
+        self._thread.start()
+
+    def open(self, inbox: Inbox) -> Line:
+        """Return a line for a new attempt, whose requests come to `inbox`."""
+        number = self._next = self._next + 1
+        url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/{number}"
+        line = self._lines[number] = Line(number, url, secrets.token_urlsafe(32), inbox)
+        return line
+
+    def shut(self, line: Line) -> None:
+        """End a line: its requests that wait, and all later ones, are refused."""
+        self._lines.pop(line.number, None)
+        for request in list(line.waiting):
+            request.done(_ended())
+
+    def close(self) -> None:
+        """Shut all lines and end the server."""
+        for line in list(self._lines.values()):
+            self.shut(line)
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(_CLOSING_SECONDS)
+        self._socket.close()
+
+    # In the server's thread.
+
+    def _application(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        answers = [Route(f"/{{line}}/v1/{path}", self._answer, methods=["POST"]) for path in DIALECTS]
+        return Starlette(routes=[*answers, Route("/{line}/v1/models", self._models)])
+
+    async def _answer(self, request: "Request") -> "Response":
+        from starlette.responses import StreamingResponse
+
+        dialect = DIALECTS[request.url.path.split("/v1/", 1)[1]]
+        number = next(self._numbers)
+        try:
+            line = self._line(request)
+            chat_request = dialect.parse(await _body(request))
+            self._tell(chat_request.sampling)
+            replies = await self._replies(line, chat_request)
+        except Refused as refused:
+            return _json(dialect.error(refused), refused.status)
+        if chat_request.stream:
+            return StreamingResponse(dialect.events(chat_request, replies, number), media_type="text/event-stream")
+        return _json(dialect.document(chat_request, replies, number))
+
+    async def _models(self, request: "Request") -> "Response":
+        try:
+            self._line(request)
+        except Refused as refused:
+            return _json(chat.error(refused), refused.status)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "grpo-ext"}
+        return _json({"object": "list", "data": [model]})
+
+    def _line(self, request: "Request") -> Line:
+        """Return the line of a request with its key.
+
+        Raises:
+            Refused: it has another key, or the attempt is over.
+        """
+        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get(
+            "x-api-key", ""
+        )
+        number = request.path_params["line"]
+        number = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
+        if (line := self._lines.get(number)) is None:
+            raise _ended() if 0 < number <= self._next else Refused("there is no such attempt", "invalid_api_key", 401)
+        if not hmac.compare_digest(given.encode(), line.key.encode()):
+            raise Refused("this is not the key of this attempt", "invalid_api_key", 401)
+        return line
+
+    async def _replies(self, line: Line, request: ChatRequest) -> list[Reply]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Reply] | Refused] = loop.create_future()
+
+        def settle(result: list[Reply] | Refused) -> None:
+            if not future.done():
+                future.set_result(result)
+
+        def done(result: list[Reply] | Refused) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(settle, result)
+
+        pending = PendingRequest(line.number, request, done)
+        line.waiting.add(pending)
+        line.inbox.put(pending)
+        if line.number not in self._lines:  # shut meanwhile
+            done(_ended())
+        try:
+            result = await future
+        finally:
+            line.waiting.discard(pending)
+        if isinstance(result, Refused):
+            raise result
+        return result
+
+    def _tell(self, sampling: Mapping[str, Any]) -> None:
+        """Log once for each setting that the recipe's value holds."""
+        for name, value in sampling.items():
+            own = self._sampling.get(name)
+            if name not in self._told and value != own:
+                self._told.add(name)
+                reason = "since the policy is trained as it samples"
+                logger.warning(f"agents ask for {name}={value!r:.50}; the recipe's {own!r} holds, {reason}.")
+
+
+def _ended() -> Refused:
+    return Refused("this attempt is over", "attempt_ended", 410)
+
+
+async def _body(request: "Request") -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        Refused: it has more than `LARGEST` bytes.
+    """
+    found = bytearray()
+    async for chunk in request.stream():
+        found += chunk
+        if len(found) > LARGEST:
+            raise Refused(f"the body has more than {LARGEST} bytes", "request_too_large", 413)
+    return bytes(found)
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> "Response":
+    from starlette.responses import Response
+
+    return Response(json.dumps(body), status, media_type="application/json")
