@@ -1,25 +1,30 @@
 """Agents that call the model over HTTP: real servers, real processes, a scripted policy."""
 
 import asyncio
-import http.client
 import json
 import os
+import random
+import re
 import threading
 import time
+from collections import Counter
 
+import httpx
 import numpy as np
 import openai
 import psutil
 import pytest
+from trl.chat_template_utils import parse_response
 
 from grpo_ext.environments.attempt import AttemptLimits, Task
 from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
+from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.loop import Attempts
 from grpo_ext.environments.protocol import Conversation, Step
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import Sample
-from support import tiny
+from support import speakers, tiny
 from support.processes import PATIENCE
 
 EPISODES = int(os.environ.get("EPISODES", "40"))
@@ -69,12 +74,6 @@ def spec(path, **settings):
     return found
 
 
-def command(script, **settings):
-    """A shell script as an agent."""
-    kwargs = {"run": ["sh", "-c", script], **settings.pop("kwargs", {})}
-    return spec("command", kwargs=kwargs, name="command", **settings)
-
-
 def run(hosts, todo, engine=None, limits=LIMITS):
     tokenizer, engine = tiny.tokenizer(), engine or Random()
 
@@ -109,3 +108,316 @@ def test_an_agent_trains_what_it_was_answered(hosts):
         assert len(trajectory.turns) == 3
         assert len(trajectory.rows()) == 1
         assert [m["role"] for m in trajectory.messages] == ["assistant", "user", "assistant", "user", "assistant"]
+
+
+class Same(Conversation):
+    """What `three_turns` is for the model, played as a conversation."""
+
+    in_process = True
+
+    def reset(self, row):
+        self.turns = 0
+
+    def step(self, message):
+        self.turns += 1
+        return Step("on", None, self.turns == 3)
+
+
+def test_an_agent_is_the_same_episode_as_a_conversation(hosts):
+    asked, _ = run(hosts, tasks(spec(three_turns), [{}] * 4))
+    played, _ = run(hosts, tasks(EnvironmentSpec("same", Same), [{}] * 4))
+    assert [[(t.context, t.sampled, t.logprobs) for t in made.turns] for made in asked] == [
+        [(t.context, t.sampled, t.logprobs) for t in made.turns] for made in played
+    ]
+    assert [made.tree.parents for made in asked] == [made.tree.parents for made in played]
+    assert [[m["content"] for m in a.messages] for a in asked] == [
+        [m["content"] for m in p.messages[:5]] for p in played
+    ]
+
+
+async def in_parallel(row, client):
+    async def ask(text):
+        messages = [{"role": "user", "content": text}]
+        return await client.chat.completions.create(model="m", messages=messages, n=2, logprobs=True)
+
+    made = await asyncio.gather(*(ask(text) for text in "abc"))
+    for one in made:
+        assert len(one.choices) == 2
+        assert one.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in one.choices)
+    return 1.0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_requests_in_parallel_and_several_answers_are_turns_of_their_own(hosts, waits):
+    [made], engine = run(hosts, tasks(spec(in_parallel), [{}]), Random(waits))
+    assert made.failure is None
+    assert Counter(tuple(turn.context) for turn in made.turns) == Counter(tuple(c) for c, _ in engine.seen[0])
+    assert sorted(turn.sampled for turn in made.turns) == sorted(ids for _, ids in engine.seen[0])
+    assert len(made.turns) == 6
+
+
+async def stopped(row, client):
+    messages = [{"role": "user", "content": "go"}]
+    made = await client.chat.completions.create(model="m", messages=messages, stop=["e"], logprobs=True)
+    assert made.choices[0].message.content == "a b c d "
+    assert [one.token for one in made.choices[0].logprobs.content] == list("abcde")
+    short = await client.chat.completions.create(model="m", messages=messages, max_tokens=2)
+    assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("a b", "length")
+    return 1.0
+
+
+class Alphabet(Random):
+    def generate(self, asked):
+        return [(one, Sample([*LETTERS, EOS][: one.limit], [-0.5] * min(27, one.limit))) for one in asked]
+
+
+def test_what_follows_a_stop_text_is_not_of_the_turn(hosts):
+    [made], _ = run(hosts, tasks(spec(stopped), [{}]), Alphabet())
+    assert made.failure is None
+    assert [turn.sampled for turn in made.turns] == [[3, 4, 5, 6, 7], [3, 4]]
+    assert made.turns[0].logprobs == [-0.5] * 5
+    assert not made.truncated
+
+
+async def insists(row, client):
+    found = []
+    messages = [{"role": "user", "content": "go" * row["length"]}]
+    for _ in range(4):
+        try:
+            made = await client.chat.completions.create(model="m", messages=messages)
+            messages += [{"role": "assistant", "content": made.choices[0].message.content}, *GO]
+        except openai.BadRequestError as error:
+            found.append(error.code)
+    assert found == row["found"], found
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    ("length", "completion", "context", "found", "turns"),
+    [
+        (1, 400, None, ["turn_limit_exceeded"] * 2, 2),
+        (1, 400, 2, ["context_length_exceeded"] * 4, 0),
+        (8, 6, None, ["context_length_exceeded"] * 3, 1),
+    ],
+)
+def test_limits_refuse_requests_and_the_attempt_is_cut(hosts, length, completion, context, found, turns):
+    limits = AttemptLimits(completion=completion, counts_all=True, context=context, ends=frozenset([EOS]))
+    rows = [{"length": length, "found": found}]
+    [made], _ = run(hosts, tasks(spec(insists, max_turns=2), rows), Random(letters=7), limits)
+    assert made.failure is None
+    assert made.truncated
+    assert made.reward == 0.5
+    assert sum(bool(turn.sampled) for turn in made.turns) == turns
+
+
+# Random agents with tools, over HTTP.
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]
+
+
+async def wanders(row, client):
+    """Calls tools, drops thinking, takes back turns and asks twice."""
+    draw = random.Random(row["place"])
+    messages = [{"role": "user", "content": "count"}]
+    for _ in range(draw.randint(1, 6)):
+        tools = TOOLS if draw.random() < 0.7 else openai.omit
+        if draw.random() < 0.3:
+            stream = await client.chat.completions.create(model="m", messages=messages, tools=tools, stream=True)
+            answer = {"role": "assistant", "content": ""}
+            async for chunk in stream:
+                answer["content"] += chunk.choices[0].delta.content or ""
+            calls = []
+        else:
+            made = await client.chat.completions.create(model="m", messages=messages, tools=tools)
+            answer = made.choices[0].message.model_dump(exclude_none=True)
+            calls = answer.get("tool_calls", [])
+        if draw.random() < 0.3:
+            answer.pop("reasoning_content", None)
+        if draw.random() < 0.2:
+            continue  # the same request again
+        messages.append(answer)
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": "7 <|im_end|>"} for call in calls]
+        if not calls:
+            messages.append({"role": "user", "content": draw.choice(["more", "<think>", "a\n"])})
+        if draw.random() < 0.2:
+            messages = messages[: draw.randrange(1, len(messages) + 1)]
+    return 1.0
+
+
+class Speaker(Random):
+    """Says letters, thoughts and calls of tools."""
+
+    def __init__(self, tokenizer):
+        super().__init__()
+        self.tokenizer, self.draw = tokenizer, random.Random(0)
+
+    def generate(self, asked):
+        found = []
+        for one in asked:
+            texts = [
+                speakers.called("add", number=1),
+                "<think>\nab\n</think>\n\nc<|im_end|>",
+                "ab <|im_end|>",
+                "<think>",
+            ]
+            text = self.draw.choice(texts) + ("" if self.draw.random() < 0.9 else "x")
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][: one.limit]
+            self.seen.setdefault(one.attempt, []).append((one.context, ids))
+            found.append((one, Sample(ids, [-0.5] * len(ids))))
+        return found
+
+
+def way(tree, turn):
+    """A turn's last token and all before it in the tree."""
+    place, found = max(i for i, author in enumerate(tree.turns) if author == turn), []
+    while place >= 0:
+        found.append(tree.ids[place])
+        place = tree.parents[place]
+    return tree.prompt[: len(tree.prompt) + 1 + place] + found[::-1]
+
+
+def test_each_sampled_id_is_trained_once_where_it_was_sampled(hosts):
+    tokenizer = speakers.tokenizer()
+    reader, engine = reader_of(tokenizer), Speaker(tokenizer)
+
+    def parsed(ids, context, tools):
+        try:
+            if tools:
+                return parse_response(reader, ids, prefix=context, tools=list(tools))
+        except Exception:
+            pass
+        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+
+    ends = frozenset([tokenizer.eos_token_id])
+    limits = AttemptLimits(completion=20_000, counts_all=True, context=None, ends=ends)
+    todo = [Task(spec(wanders), {"place": i}, speakers.ASKED, None, i) for i in range(EPISODES)]
+    made = Attempts(engine, hosts, Renderer(tokenizer, {}), parsed, limits).run(todo)
+    branches = Counter()
+    for number, (trajectory, _) in enumerate(made):
+        assert trajectory.failure is None
+        assert [(turn.context, turn.sampled) for turn in trajectory.turns] == engine.seen[number]
+        tree = trajectory.tree
+        trained = [token for token, turn in zip(tree.ids, tree.turns, strict=True) if turn >= 0]
+        assert trained == [token for _, ids in engine.seen[number] for token in ids]
+        for k, turn in enumerate(trajectory.turns):
+            assert way(tree, k) == turn.context + turn.sampled
+        branches[len(trajectory.rows())] += 1
+    assert {1, 2, 3} <= set(branches)
+    assert sum(figures.calls for _, figures in made) > EPISODES // 10
+
+
+# Commands, and faults.
+
+CLIENT = """
+import json, os, sys, urllib.request
+def ask(*texts):
+    messages = [{"role": "user", "content": text} for text in texts]
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+
+
+def command(program, **kwargs):
+    """A program in Python as an agent, which asks by `ask`."""
+    options = {"run": ["python3", "-c", CLIENT + program, "{prompt}", "{word}"], **kwargs}
+    return spec("command", kwargs=options)
+
+
+@pytest.mark.parametrize(
+    ("program", "kwargs", "reward"),
+    [
+        ("assert ask(sys.argv[1]); assert sys.argv[1:] == ['go', 'w']", {}, 1.0),
+        ("ask('a'); sys.exit(3)", {}, 0.0),
+        ("ask('a'); open('answer', 'w').write('w')", {"test": ["grep", "-q", "{word}", "answer"]}, 1.0),
+        ("ask('a'); open('answer', 'w').write('v')", {"test": ["grep", "-q", "{word}", "answer"]}, 0.0),
+        ("ask('a'); open('reward.txt', 'w').write('0.25')", {"reward": "file"}, 0.25),
+        ("ask(open('task').read())", {"reward": "none", "files": {"task": "a {word}"}}, None),
+    ],
+)
+def test_a_command_is_paid_by_its_status_a_file_or_a_test(hosts, program, kwargs, reward):
+    [made], _ = run(hosts, tasks(command(program, **kwargs), [{"prompt": GO, "word": "w"}]))
+    assert made.failure is None
+    assert (made.reward, len(made.turns)) == (reward, 1)
+
+
+FAULTS = {
+    "ask('a'); os.kill(os.getpid(), 9)": "raised: run: .*was killed by SIGKILL",
+    "ask('a'); os.kill(os.getppid(), 9)": "died: it was killed by SIGKILL",
+    "import time; ask('a'); time.sleep(3600)": "timeout: .*within 3 s",
+    "print('I say no'); sys.exit(1)": "raised: run: it ended without an answer of the model. I say no",
+}
+
+
+def test_a_fault_costs_its_own_attempt_only(hosts):
+    programs = ["ask('a')", *FAULTS, "ask('a')"]
+    todo = []
+    for i, program in enumerate(programs):
+        seconds = 3.0 if "sleep" in program else PATIENCE
+        options = {"run": ["python3", "-c", CLIENT + program]}
+        todo += tasks(spec("command", name=f"agent {i}", kwargs=options, turn_timeout=seconds), [{}])
+    made, _ = run(hosts, todo)
+    expected = [None, *FAULTS.values(), None]
+    for trajectory, pattern in zip(made, expected, strict=True):
+        if pattern is None:
+            assert (trajectory.failure, trajectory.reward) == (None, 1.0)
+        else:
+            assert trajectory.reward is None
+            assert re.match(pattern, trajectory.failure), trajectory.failure
+
+
+LEFT = []
+
+
+async def misbehaves(row, client):
+    """Sends what no client should; returns the statuses."""
+    url, key = str(client.base_url).rstrip("/"), client.api_key
+    good = {"Authorization": f"Bearer {key}"}
+    ask = json.dumps({"messages": GO})
+    number = int(url.split("/")[-2])
+    bodies = [
+        (url, {}, ask, 401),
+        (url, {"Authorization": "Bearer nope"}, ask, 401),
+        (url, {"Authorization": "Bearer \u00e9".encode()}, ask, 401),
+        (url.replace(f"/{number}/", "/999/"), good, ask, 401),
+        (url.replace(f"/{number}/", "/0/"), good, ask, 401),
+        (url, good, "{", 400),
+        (url, good, "[" * 1000, 400),
+        (url, good, "[]", 400),
+        (url, good, json.dumps({"messages": []}), 400),
+        (url, good, json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), 400),
+        (url, good, json.dumps({"messages": [{"role": "nobody", "content": "a"}], "n": 0}), 400),
+        (url, good, json.dumps({"messages": GO, "pad": "x" * 2**24}), 413),
+        (url, {"x-api-key": key}, ask, 200),
+    ]
+    async with httpx.AsyncClient(timeout=None) as plain:
+        for address, headers, body, status in bodies:
+            got = await plain.post(f"{address}/chat/completions", headers=headers, content=body)
+            assert got.status_code == status, (body[:80], got.text)
+            assert status == 200 or got.json()["error"]["message"]
+        assert (await plain.get(f"{url}/models", headers=good)).json()["data"][0]["id"] == "policy"
+        sending = {"messages": GO, "stream": True}
+        async with plain.stream("POST", f"{url}/chat/completions", headers=good, json=sending) as stream:
+            async for _ in stream.aiter_raw():
+                break  # gone in the middle of a stream
+    LEFT.append((url, good))
+    return 1.0
+
+
+def test_what_may_not_be_asked_is_refused_and_the_attempt_goes_on(hosts):
+    LEFT.clear()
+    [made], _ = run(hosts, tasks(spec(misbehaves), [{}]))
+    assert made.failure is None
+    assert len(made.turns) == 2
+    [(url, good)] = LEFT
+    got = httpx.post(f"{url}/chat/completions", headers=good, json={"messages": GO})
+    assert (got.status_code, got.json()["error"]["code"]) == (410, "attempt_ended")
+    assert url.startswith("http://127.0.0.1:")
+
+
+def test_an_agent_that_leaves_while_it_is_answered_is_over(hosts):
+    """It asks in a thread, and ends before the answer."""
+    program = "import threading; ask('a'); threading.Thread(target=ask, args=('b',), daemon=True).start(); os._exit(0)"
+    made, _ = run(hosts, tasks(command(program), [{"prompt": GO, "word": "w"}] * 3))
+    assert [(t.failure, t.reward) for t in made] == [(None, 1.0)] * 3

@@ -126,7 +126,7 @@ class Agents:
         written = None if ended else message if stopped else whole
         if ids:
             keys = [*keys_of(request.chat), key_of(message)]
-            attempt.dialogue.add(Finished(keys, opened, ids, message, written))
+            attempt.dialogue.add(Finished(keys, request.chat.messages, opened, ids, message, written))
         if not ended and not stopped and len(ids) != request.chat.limit:
             attempt.truncated = True
         finish = "tool_calls" if message.get("tool_calls") else "stop" if ended or stopped else "length"

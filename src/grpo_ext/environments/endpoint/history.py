@@ -32,6 +32,8 @@ class Finished:
 
     keys: list[Key]
     """Of the request's messages and of the answer."""
+    asked: list[Message]
+    """The request's messages."""
     opened: Opened
     sampled: list[int]
     parsed: Message
@@ -85,17 +87,17 @@ class History:
     @property
     def opening(self) -> list[Message]:
         """Messages of the first request, which are the prompt."""
-        return self._finished[0].opened.history if self._finished else []
+        return self._renderer.harmless(self._finished[0].asked) if self._finished else []
 
     @property
     def messages(self) -> list[Message]:
         """Messages of the last conversation behind what it shares with the opening, with the model's last answer."""
         if not self._finished:
             return []
-        last, opening = self._finished[-1], self.opening
-        history = last.opened.history
-        shared = next((i for i, (a, b) in enumerate(zip(history, opening, strict=False)) if a != b), len(opening))
-        return [*history[shared:], last.parsed]
+        opening, last = self.opening, self._finished[-1]
+        asked = self._renderer.harmless(last.asked)
+        shared = next((i for i, (a, b) in enumerate(zip(asked, opening, strict=False)) if a != b), len(opening))
+        return [*asked[shared:], last.parsed]
 
 
 def keys_of(request: ChatRequest) -> list[Key]:
