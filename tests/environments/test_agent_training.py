@@ -1,0 +1,104 @@
+"""Training with agents: a tiny model, real programs and functions over OpenAI's client, real steps."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.errors import ConfigError
+from support import tiny
+
+AGENT = """
+import sys
+import openai
+
+client = openai.OpenAI()
+messages = [{"role": "user", "content": sys.argv[1]}]
+for _ in range(2):
+    answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "on"}]
+print(answer)
+sys.exit(len(answer) % 2)
+"""
+FUNCTION = """
+async def agent(row, client, most):
+    made = await client.chat.completions.create(model="policy", messages=row["prompt"])
+    return min(most, len(made.choices[0].message.content) / 10)
+"""
+
+
+class Recorder(GRPOExtTrainer):
+    def _generate_and_score_completions(self, inputs):
+        self.output = super()._generate_and_score_completions(inputs)
+        return self.output
+
+    def _calculate_rewards(self, inputs, *completed):
+        self.attempts = [row.get("trajectory") for row in inputs]
+        return super()._calculate_rewards(inputs, *completed)
+
+
+def trained(folder, entry, **settings):
+    args = GRPOExtConfig(
+        output_dir=str(folder), **(tiny.TRAINING | {"max_completion_length": 60, "max_steps": 2} | settings)
+    )
+    data = [{"prompt": [{"role": "user", "content": f"guess {i}:"}]} for i in range(16)]
+    made = Recorder(tiny.model(), None, args, data, processing_class=tiny.tokenizer(), environments=[entry])
+    made.train()
+    return made
+
+
+def check(made, name, version=1):
+    assert made.state.global_step == 2
+    for row, attempt in enumerate(made.attempts):
+        assert attempt.failure is None
+        live = (made.output["completion_mask"] * made.output["tool_mask"])[row].bool()
+        assert made.output["completion_ids"][row][live].tolist() == [i for t in attempt.turns for i in t.sampled]
+        assert attempt.turns[0].version == version
+    log = made.state.log_history[0]
+    assert log[f"environments/{name}/failed"] == 0
+    assert log[f"environments/{name}/turns"] >= 1
+    assert log["rewards/environment/mean"] == pytest.approx(log[f"environments/{name}/reward"], abs=1e-6)
+
+
+@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])  # which starts a process
+def test_a_function_by_path_is_trained(tmp_path, ahead):
+    (tmp_path / "my_agent.py").write_text(FUNCTION)
+    entry = {"path": f"{tmp_path}/my_agent.py:agent", "kwargs": {"most": 2.0}}
+    settings = {"rollout_engine": "process", "rollout_ahead": 1} if ahead else {}
+    check(trained(tmp_path / "run", entry, **settings), "agent", version=1 - ahead)
+
+
+@pytest.mark.slow  # each attempt imports the client
+def test_a_program_is_trained_and_its_key_is_in_no_file(tmp_path, monkeypatch):
+    keys = []
+    monkeypatch.setattr("secrets.token_urlsafe", lambda _: keys.append(f"key-{len(keys)}-of-a-test") or keys[-1])
+    (tmp_path / "agent.py").write_text(AGENT)
+    entry = {"name": "command", "kwargs": {"run": [sys.executable, str(tmp_path / "agent.py"), "{prompt}"]}}
+    made = trained(tmp_path / "run", entry, log_completions=True, num_completions_to_print=0)
+    check(made, "command")
+    assert len(keys) >= 16
+    texts = [path.read_bytes() for path in Path(tmp_path).rglob("*") if path.is_file()]
+    assert texts
+    assert not any(key.encode() in text for key in keys for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"name": "command", "kwargs": {"run": "python agent.py"}}, "not a list of texts"),
+        ({"name": "command", "kwargs": {"run": ["a"], "reward": "luck"}}, "not a kind of reward"),
+        ({"name": "command", "kwargs": {"run": ["a"], "files": {"../a": "b"}}}, "leaves the attempt's folder"),
+        ({"name": "command", "kwargs": {"run": ["a"], "reward": "none"}}, "no source of rewards"),
+        ({"path": f"{__file__}:check"}, "not an async function"),
+    ],
+)
+def test_what_cannot_be_an_agent_is_refused(entry, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        trained(tmp_path, entry)
+
+
+def test_a_missing_package_is_named_with_the_cure(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_ext.environments.composition.missing", lambda: "uvicorn")
+    with pytest.raises(ConfigError, match=r"uvicorn is not installed.*grpo-ext\[agents\]"):
+        trained(tmp_path, {"name": "command", "kwargs": {"run": ["a"]}})

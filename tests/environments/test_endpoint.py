@@ -1,0 +1,195 @@
+"""The wire format of the agents' endpoint, and the match of a request to a finished turn, by hand."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_ext.environments.agents import stop_at
+from grpo_ext.environments.endpoint import chat
+from grpo_ext.environments.endpoint.history import Finished, continued, key_of
+from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply
+from grpo_ext.environments.library.command import filled
+
+USER = {"role": "user", "content": "add 1 and 2"}
+CALL = {"id": "call_9", "type": "function", "function": {"name": "add", "arguments": '{"b": 2, "a": 1}'}}
+PLUS = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+
+
+def parsed(**body):
+    return chat.parse(json.dumps({"messages": [USER], **body}).encode())
+
+
+def test_a_request_as_a_template_takes_it():
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+        {"role": "tool", "tool_call_id": "call_9", "content": "3"},
+    ]
+    function = {"name": "add", "parameters": {}}
+    options = {"stream_options": {"include_usage": True}, "tool_choice": "auto", "temperature": 0.5, "seed": None}
+    found = parsed(
+        messages=messages, tools=[{"type": "function", "function": function}], n=2, max_tokens=7, stop="x", **options
+    )
+    assert found == ChatRequest(
+        messages=[
+            {"role": "system", "content": "be brief"},
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [PLUS]},
+            {"role": "tool", "content": "3", "name": "add"},
+        ],
+        tools=[{"type": "function", "function": function}],
+        choices=2,
+        limit=7,
+        stop=("x",),
+        usage=True,
+        sampling={"temperature": 0.5},
+    )
+    assert parsed(tools=[{"type": "function", "function": function}], tool_choice="none").tools is None
+    assert parsed(max_tokens=7, max_completion_tokens=5).limit == 5
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": None},
+        {"messages": "hello"},
+        {"messages": [{"content": "a"}]},
+        {"messages": [{"role": "user", "content": 7}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+        {"n": 0},
+        {"n": True},
+        {"max_tokens": -1},
+        {"max_tokens": 1.5},
+        {"stop": [""]},
+        {"stop": {"a": 1}},
+        {"tools": [{"type": "function"}]},
+        {"tools": "add"},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+        {"response_format": {"type": "json_schema"}},
+        {"top_logprobs": 2},
+        {"logit_bias": {"7": 1}},
+        {"functions": [{"name": "a"}]},
+        {"modalities": ["audio"]},
+    ],
+)
+def test_what_is_malformed_or_cannot_be_obeyed_is_refused(body):
+    with pytest.raises(Refused) as refused:
+        parsed(**body)
+    assert refused.value.status == 400
+    error = chat.error(refused.value)["error"]
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+REPLIES = [
+    Reply({"role": "assistant", "content": "", "tool_calls": [PLUS]}, "tool_calls", 11, 5),
+    Reply({"role": "assistant", "content": "3", "thinking": "1+2"}, "stop", 11, 2, [("3", -0.5), ("<eos>", None)]),
+]
+
+
+def test_an_answer_in_the_form_of_openai():
+    found = chat.document(ChatRequest([USER], model="m"), REPLIES, 4)
+    assert {**found, "created": 0} == {
+        "id": "chatcmpl-4",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "call_4_0_0",
+                            "type": "function",
+                            "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+                        }
+                    ],
+                    "refusal": None,
+                },
+                "finish_reason": "tool_calls",
+                "logprobs": None,
+            },
+            {
+                "index": 1,
+                "message": {"role": "assistant", "content": "3", "reasoning_content": "1+2", "refusal": None},
+                "finish_reason": "stop",
+                "logprobs": {
+                    "content": [
+                        {"token": "3", "bytes": [51], "logprob": -0.5, "top_logprobs": []},
+                        {"token": "<eos>", "bytes": [60, 101, 111, 115, 62], "logprob": -9999.0, "top_logprobs": []},
+                    ],
+                    "refusal": None,
+                },
+            },
+        ],
+        "usage": {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18},
+    }
+
+
+def test_a_stream_in_the_form_of_openai():
+    events = list(chat.events(ChatRequest([USER], usage=True), REPLIES[:1], 4))
+    assert events[-1] == "data: [DONE]\n\n"
+    first, last, usage = (json.loads(event.removeprefix("data: ")) for event in events[:-1])
+    [call] = first["choices"][0]["delta"]["tool_calls"]
+    assert (call["index"], call["function"]["name"]) == (0, "add")
+    assert last["choices"] == [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]
+    assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 16)
+    assert first["object"] == "chat.completion.chunk"
+
+
+# The match.
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"content": "a"}, {"content": " a\n"}, True),
+        ({"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": [PLUS]}, True),
+        ({"content": "a", "thinking": "b"}, {"content": "a", "reasoning_content": "b"}, True),
+        ({"content": "a", "thinking": "b"}, {"content": "a"}, False),
+        ({"content": "a"}, {"content": "b"}, False),
+        ({"content": "", "tool_calls": [PLUS]}, {"content": ""}, False),
+    ],
+)
+def test_when_two_messages_are_the_same(one, other, same):
+    role = {"role": "assistant"}
+    assert (key_of({**role, **one}) == key_of({**role, **other})) is same
+    assert key_of({**role, **one}) != key_of({"role": "user", **one})
+
+
+def test_a_request_continues_the_longest_turn_that_is_its_beginning():
+    def turn(*keys):
+        return Finished(list(keys), [], SimpleNamespace(), [], {}, None)
+
+    first, second, branch, again = turn("a", "x"), turn("a", "x", "b", "y"), turn("a", "z"), turn("a", "x")
+    finished = [first, second, branch, again]
+    assert continued(["a", "x", "b", "y", "c"], finished) is second
+    assert continued(["a", "x", "c"], finished) is again
+    assert continued(["a", "z", "b", "y"], finished) is branch
+    assert continued(["a", "x", "b", "y"], finished) is second
+    assert continued(["a"], finished) is None
+    assert continued(["b", "a", "x"], finished) is None
+
+
+def test_where_a_text_stops():
+    texts = ["a", "bc", "d", "e"]
+
+    def decode(ids):
+        return "".join(texts[i] for i in ids)
+
+    assert stop_at([0, 1, 2, 3], ["cd"], decode) == 3
+    assert stop_at([0, 1, 2, 3], ["e", "b"], decode) == 2
+    assert stop_at([0, 1, 2, 3], ["f"], decode) is None
+    assert stop_at([0], ["a"], decode) == 1
+
+
+def test_what_a_command_gets_of_the_row():
+    row = {"prompt": [{"role": "system", "content": "no"}, {"role": "user", "content": "go"}], "n": 3}
+    assert filled("{prompt} {n} {m} {{n}} {}", row) == "go 3 {m} {3} {}"
