@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 LARGEST = 2**24
 """Most bytes of a request's body."""
 _CLOSING_SECONDS = 5.0
+_IDLE_SECONDS = 600
+"""For which an agent's connection stays open between two requests."""
 DIALECTS = {"chat/completions": chat}
 """Modules that convert a dialect's bodies to requests, and replies to its answers and events, by path."""
 
@@ -97,10 +99,17 @@ class Endpoint:
 
         self._sampling, self._told = sampling, set[str]()
         self._lines: dict[int, Line] = {}
-        self._numbers, self._next = itertools.count(1), 0
+        self._requests, self._attempts, self._last = itertools.count(1), itertools.count(1), 0
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         config = uvicorn.Config(
-            self._application(), loop="asyncio", ws="none", lifespan="off", log_config=None, access_log=False
+            self._application(),
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=_IDLE_SECONDS,
         )
         self._server = uvicorn.Server(config)
         run = self._server.run
@@ -109,7 +118,7 @@ class Endpoint:
 
     def open(self, inbox: Inbox) -> Line:
         """Return a line for a new attempt, whose requests come to `inbox`."""
-        number = self._next = self._next + 1
+        number = self._last = next(self._attempts)
         url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/{number}"
         line = self._lines[number] = Line(number, url, secrets.token_urlsafe(32), inbox)
         return line
@@ -141,7 +150,7 @@ class Endpoint:
         from starlette.responses import StreamingResponse
 
         dialect = DIALECTS[request.url.path.split("/v1/", 1)[1]]
-        number = next(self._numbers)
+        number = next(self._requests)
         try:
             line = self._line(request)
             chat_request = dialect.parse(await _body(request))
@@ -173,7 +182,7 @@ class Endpoint:
         number = request.path_params["line"]
         number = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
         if (line := self._lines.get(number)) is None:
-            raise _ended() if 0 < number <= self._next else Refused("there is no such attempt", "invalid_api_key", 401)
+            raise _ended() if 0 < number <= self._last else Refused("there is no such attempt", "invalid_api_key", 401)
         if not hmac.compare_digest(given.encode(), line.key.encode()):
             raise Refused("this is not the key of this attempt", "invalid_api_key", 401)
         return line
