@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from formulas import mathematics
 from grpo_ext.commands.lists import by_entry as entries
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.settings import SETTINGS, Change, Setting, settings_changed_by
@@ -87,7 +88,7 @@ def options(function: Any, without: tuple[str, ...] = ()) -> str:
 
 def loss_table() -> str:
     """Return a table of loss_type, formula and paper."""
-    rows = ((names, code(row.formula), row.paper) for names, row in by_entry(losses).items())
+    rows = ((names, mathematics(row.formula), row.paper) for names, row in by_entry(losses).items())
     return table(("`loss_type`", "what is minimised", "source"), rows)
 
 

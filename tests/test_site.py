@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import grpo_ext
+from grpo_ext.objective.losses import losses
 from support.processes import PATIENCE
 
 ROOT = Path(__file__).parent.parent
@@ -76,6 +77,13 @@ def test_no_page_fetches_from_the_network(site):
         path for path in site.rglob("*.css") if re.search(r"(url\(|@import) *[\"']?(https?:)?//", path.read_text())
     ]
     assert styles == []
+
+
+@pytest.mark.slow
+def test_formulas_are_mathematics_on_the_site(site):
+    page = (site / "losses.html").read_text()
+    assert page.count("<math ") > len(losses)
+    assert "$<code>" not in page
 
 
 @pytest.mark.slow
