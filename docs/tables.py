@@ -406,7 +406,7 @@ HEALTHY = {
     "weights/change": "small and steady; a leap together with a falling reward means that steps are too large",
     "learning_rate": "the schedule",
 }
-"""Values of metrics in a healthy run, for docs/loss_zero.md."""
+"""Values of metrics in a healthy run, for docs/troubleshooting.md."""
 
 
 def healthy_table() -> str:
