@@ -453,22 +453,6 @@ def overlap_table() -> str:
     return f"{table(('sampler', *heads), rows)}\n\nRepeats and steps of each: {runs}.{rest}"
 
 
-def overlap_summary() -> str:
-    """Return a table of the steps beside rollouts of `make bench-overlap` only, for the README."""
-    found, rows = json.loads((RESULTS / "overlap.json").read_text())["parts"], []
-    for part in (part for part in PARTS if part in found):
-        variants = found[part]["variants"]
-        for name, row in variants.items():
-            setting, _, judge = name.partition(", ")
-            if setting == "in turn":
-                continue
-            base = variants["in turn, judge" if judge else "in turn"]["step_seconds"]
-            step = row["step_seconds"]
-            seconds = f"{base:.2f} s", f"{step:.2f} s"
-            rows.append((PARTS[part], code(setting), *seconds, f"**{base / step:.2f}**"))
-    return table(("sampler", "setting", "a step in turn", "a step", "times faster"), rows)
-
-
 def lag_table() -> str:
     """Return a table of `make bench-lag`: mean accuracy by case, rule and age of the completions."""
     runs = json.loads((RESULTS / "lag.json").read_text())
@@ -566,7 +550,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "migrated": migrated_table,
     "stale": stale_table,
     "overlap": overlap_table,
-    "overlap_summary": overlap_summary,
     "lag": lag_table,
     "defaults_of_trl": trl_defaults,
 }

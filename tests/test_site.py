@@ -36,7 +36,7 @@ def test_every_document_is_in_the_navigation(pages):
 
 
 def test_links_lead_to_the_pages_of_their_files(pages):
-    assert "](losses.md)" in (pages / "index.md").read_text()
+    assert "](losses.md#which-one)" in (pages / "index.md").read_text()
     assert "](src/grpo_ext/objective/losses.py.md)" in (pages / "losses.md").read_text()
     assert "](benchmarks/losses.png)" in (pages / "index.md").read_text()
     assert "`````python\n" in (pages / "src/grpo_ext/objective/losses.py.md").read_text()
