@@ -17,11 +17,9 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
 from formulas import mathematics
 from grpo_ext.commands.lists import by_entry as entries
-from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.arguments import AS_THE_ROW_SAYS, GRPOExtArguments
 from grpo_ext.config.settings import SETTINGS, Change, Setting, settings_changed_by
 from grpo_ext.config.spec import Spec
 from grpo_ext.objective.advantages import estimators
@@ -160,7 +158,7 @@ CHANGES = {
     Change.LENGTH: "allowed: the run ends elsewhere",
     Change.SPLIT: "allowed: with the same rows in a step",
     Change.MODEL: "allowed: for the same weights",
-    Change.ANOTHER_RUN: "refused",
+    Change.ANOTHER_RUN: "",
 }
 
 
@@ -178,7 +176,11 @@ def argument_tables(title: str) -> str:
         elif row.function:
             allowed += ", `./file.py:function`"
         meaning = plain(str(f.metadata.get("help", "")).replace("%%", "%"))
-        rows.append((code(f.name), code(default), allowed, CHANGES[row.change], meaning))
+        if title in (MODEL, TRLS):
+            meaning = re.split(r"(?<=[a-z0-9`)'\"]\.) (?=[A-Z`])", meaning)[0]  # the page has where the rest is
+        shown = "of the row" if AS_THE_ROW_SAYS in meaning else code(default)
+        meaning = meaning.replace(AS_THE_ROW_SAYS, "").strip()
+        rows.append((code(f.name), shown, allowed, CHANGES[row.change], meaning))
     return table(("argument", "default", "values", "in a resume", "meaning"), rows)
 
 
@@ -254,16 +256,6 @@ def resumable_table() -> str:
     return table(
         ("changed", "what happens"), [(", ".join(map(code, sorted(keys))), kind) for kind, keys in kinds.items()]
     )
-
-
-def damage_table() -> str:
-    """Return a table of the damages that the tests do to checkpoints, with the outcome."""
-    cases = yaml.safe_load((ROOT / "tests/trainer/checkpoints/damages.yaml").read_text())
-    rows = []
-    for case in cases:
-        place = case.get("from", "checkpoint-2")
-        rows.append((case["damage"], case["told"] or "nothing", place if place == "refused" else code(place)))
-    return table(("damage", "message", "resumes from"), rows)
 
 
 def trl_defaults() -> str:
@@ -535,7 +527,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "arguments_model": lambda: argument_tables(MODEL),
     "arguments_trl": lambda: argument_tables(TRLS),
     "resumable": resumable_table,
-    "damages": damage_table,
     "faults": fault_table,
     "figures": figure_table,
     "planted": planted_table,
