@@ -1,4 +1,4 @@
-"""Rewrite the tables of README.md, CONTRIBUTING.md and docs/*.md: `python docs/tables.py` (`make tables`).
+"""Rewrite the tables of README.md, CONTRIBUTING.md, docs/ and benchmarks/: `python docs/tables.py` (`make tables`).
 
 The tables come from the code and from benchmarks/results. A table is between `<!-- name -->` and `<!-- /name -->`,
 where name is a key of `TABLES`. `--check` only lists the files that are out of date, and fails if there are any.
@@ -559,7 +559,8 @@ def rewritten(text: str) -> str:
 def stale(write: bool = False) -> list[str]:
     """Return the files whose tables are out of date; with `write`, update them."""
     found = []
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+    folders = (path for name in ("docs", "benchmarks") for path in sorted((ROOT / name).glob("*.md")))
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *folders):
         text = path.read_text()
         new = rewritten(text)
         if new != text:
