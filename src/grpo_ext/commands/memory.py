@@ -18,7 +18,7 @@ from grpo_ext.config.machine import is_for_another
 from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.errors import ABSENT, Problem
-from grpo_ext.packing.lm_head import BLOCK, CPU_BLOCK, KEPT_BYTES, chunk_size
+from grpo_ext.packing.lm_head import BLOCK, CPU_BLOCK, chunk_size
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policies import InspectedPolicy
 
@@ -149,8 +149,9 @@ def logits_held(training: GRPOExtArguments, vocabulary: int, labels: int, width:
     ours = (training.use_cpu and training.prefix_setting != "false") or scores_kept_sets(training)
     if not ours:
         return min(labels, TILE[0]) * TILE[1] * width
-    chunk = chunk_size(labels, vocabulary, width) * vocabulary
-    held = chunk * width * (1 + (labels * vocabulary * width <= KEPT_BYTES))
+    positions = chunk_size(labels, vocabulary, width)
+    chunk = positions * vocabulary
+    held = chunk * width * (1 + (positions == labels))
     block = CPU_BLOCK if training.use_cpu else BLOCK
     return held + min(block, chunk) * FLOAT * (2 + bool(training.entropy_coef))
 

@@ -18,9 +18,7 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.packing.kept import KeptSets
 
 CHUNK_BYTES = 2**28
-"""Most bytes of logits at a time, in the precision of their product."""
-KEPT_BYTES = 2**27
-"""Most bytes of a forward's logits, in one chunk, that it keeps for the backward."""
+"""Most bytes of logits at a time, in the precision of their product. A single chunk is kept for the backward."""
 BLOCK = 2**25
 """Logits whose softmax is computed at a time, in float32."""
 CPU_BLOCK = 2**19
@@ -80,7 +78,7 @@ class LabelledLogProbs(torch.autograd.Function):
                 logps[part] = log_p.gather(1, labels[part, None])[:, 0]
                 if entropies is not None:
                     entropies[part] = -log_p.exp().mul_(log_p).sum(dim=1)
-            if len(logits) == len(hidden) and logits.nbytes <= KEPT_BYTES and any(ctx.needs_input_grad):
+            if len(logits) == len(hidden) and any(ctx.needs_input_grad):
                 whole.append(logits)
             del logits  # a chunk at a time
         ctx.save_for_backward(hidden, weight, bias, labels, entropies, *whole)
