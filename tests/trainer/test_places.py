@@ -23,8 +23,10 @@ def test_a_turn_is_a_run_of_tokens_that_the_policy_wrote():
 
 def test_a_generation_keeps_its_turns_whatever_leaves_the_mask_later():
     made = Generated([[5], [5]], [[7, 8, 9, 3, 1], [7]], [[1, 1, 0, 1, 1], [1]], [], [[0.0] * 5, [0.0]], {}, None, [])
-    batch = padded(made, 0, None, torch.device("cpu"))
-    assert batch["later_turns"].tolist() == [[0, 0, 0, 1, 1], [0] * 5]
+    for ends in (None, {9}):  # no row ends with a 9, so that none trains
+        batch = padded(made, 0, None, torch.device("cpu"), ends)
+        assert batch["later_turns"].tolist() == [[0, 0, 0, 1, 1], [0] * 5]
+    assert not batch["tool_mask"].any()
     assert "later_turns" not in padded(made._replace(tool_mask=None), 0, None, torch.device("cpu"))
 
 
@@ -105,7 +107,7 @@ class Faulty(GRPOExtTrainer):
 
 @pytest.mark.parametrize(("wrong", "name"), [(deep, "drift by depth"), (later, "drift by turn"), (None, None)])
 def test_a_sampler_that_is_wrong_at_a_place_is_named_with_the_place(wrong, name, tmp_path):
-    settings = {"beta": 0.0, "max_steps": 3, "max_completion_length": 200}
+    settings = {"beta": 0.0, "max_steps": 3, "max_completion_length": 160, "per_device_train_batch_size": 4}
     args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | settings))
     rows = [{"prompt": [{"role": "user", "content": f"play {i}"}]} for i in range(16)]
     played = {"processing_class": tiny.tokenizer(), "environments": [{"path": Chat, "isolate": False}]}
