@@ -166,6 +166,8 @@ def placed(found) -> dict:
         ({"from_0": 0.01, "from_128": 0.09}, []),  # 9 times, but rounding to bfloat16
         ({"first_turn": 0.02, "later_turns": 0.16, "from_0": 0.02, "from_128": 0.1}, ["drift by turn"]),
         ({"first_turn": 0.03, "later_turns": 0.15, "from_0": 0.02, "from_128": 0.16}, ["drift by depth"]),
+        # in float32 the rounding before the places says nothing of them: 1.5e7 and 8.3e6 times
+        ({"first_turn": 1e-8, "later_turns": 0.15, "from_0": 6e-8, "from_128": 0.5}, ["drift by depth"]),
         ({"first_turn": 0.16, "later_turns": 0.02}, []),
     ],
 )  # fmt: skip
@@ -183,6 +185,24 @@ def test_the_evidence_names_places_times_and_every_depth():
         "0.02 from token 1, 0.02 from token 129, 0.02 from token 1,025, 0.09 from token 8,193, 0.16 from token 65,537"
     )
     assert (found.rule.name, found.step) == ("drift by depth", 3)
+
+
+@pytest.mark.parametrize("mean", [0.09, 0.25])
+@pytest.mark.parametrize("name", ["drift by turn", "drift by depth"])
+def test_a_mismatch_that_has_a_place_has_no_other_name(name, mean):
+    """At these levels, without a place it would be the sampler's precision or another prompt."""
+    changes = FAULTS[name][0] | level(mean)
+    assert [f.rule.name for f in diagnose(history(changes))] == [name]
+    assert [f.rule.name for f in diagnose(history(level(mean)))] in (["sampler's precision"], ["another prompt"])
+
+
+@pytest.mark.parametrize(("value", "named"), [(0.02, False), (0.12, True)])
+def test_deep_tokens_that_become_uncertain_are_rounded_more(value, named):
+    """In bfloat16; 20 times all earlier mismatches is what entropy makes of rounding, beyond 0.1 it is not."""
+    log = history({"sampling/mismatch_from_0": 1e-3, "sampling/mismatch_from_128": 1e-3}, since=1)
+    for row in log[10:]:
+        row["sampling/mismatch_from_128"] = value
+    assert [f.rule.name for f in diagnose(log)] == ["drift by depth"] * named
 
 
 @pytest.mark.parametrize("place", ["later_turns", "from_128"])
