@@ -1,7 +1,7 @@
 """What `grpo-ext check --probe` foretells of a step, beside steps of a training: `python benchmarks/probe.py`.
 
 Six recipes on a CPU, each probe and each training in a process of its own. The measured step is the median of the last
-four of six, by metrics.jsonl. Writes results/probe.json.
+four of six, by metrics.jsonl. Each command adds a run to results/probe.json.
 """
 
 import json
@@ -55,12 +55,13 @@ def measured(recipe: str, *keys: str) -> float:
 
 
 def main() -> None:
-    """Probe and train each recipe, and write the results."""
-    rows = {}
+    """Probe and train each recipe once more, and write the results."""
+    rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
     for name, words in ROWS.items():
-        expected, took = foretold(*words), measured(*words)
-        rows[name] = {"foretold": round(expected, 3), "measured": round(took, 3), "ratio": round(expected / took, 2)}
-        print(name, rows[name], flush=True)
+        runs = rows.setdefault(name, {"foretold": [], "measured": []})
+        runs["foretold"].append(round(foretold(*words), 3))
+        runs["measured"].append(round(measured(*words), 3))
+        print(name, runs, flush=True)
         about = {"torch": version("torch"), "threads": 1, "steps": STEPS - WARM}
         RESULT.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 

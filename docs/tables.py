@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import json
 import re
+import statistics
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -380,9 +381,13 @@ def _peak(row: dict[str, float], kind: str) -> tuple[str, str]:
 def probes_table() -> str:
     """Return a table of what `check --probe` foretold of a step and what a step took."""
     rows = json.loads((RESULTS / "probe.json").read_text())["rows"]
-    seconds = ((name, *(f"{row[kind]:.2f} s" for kind in ("foretold", "measured")), row) for name, row in rows.items())
-    found = [(*cells, f"{row['ratio']:.2f}") for *cells, row in seconds]
-    return table(("recipe", "foretold step", "measured step", "foretold / measured"), found)
+    found = []
+    for name, runs in rows.items():
+        foretold, measured = (statistics.median(runs[kind]) for kind in ("foretold", "measured"))
+        ratios = [expected / took for expected, took in zip(runs["foretold"], runs["measured"], strict=True)]
+        spread = f"{foretold / measured:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        found.append((name, str(len(ratios)), f"{foretold:.2f} s", f"{measured:.2f} s", spread))
+    return table(("recipe", "runs", "foretold step", "measured step", "foretold / measured"), found)
 
 
 def token_limits_table() -> str:
