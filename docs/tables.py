@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import json
 import re
+import statistics
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -359,8 +360,27 @@ def sampler_training_table() -> str:
 def memory_estimates_table() -> str:
     """Return a table of measured peaks of memory and what `check` estimates."""
     rows = json.loads((RESULTS / "memory_estimate.json").read_text())["rows"]
-    found = [(name, f"{row['measured']} MiB", f"{row['ratio']:.2f}") for name, row in rows.items()]
-    return table(("model and settings", "measured peak", "estimate / measured"), found)
+    found = [(name, *(cell for kind in ("", "whole_") for cell in _peak(row, kind))) for name, row in rows.items()]
+    columns = "of a step", "estimate / measured", "of the whole", "estimate / measured"
+    return table(("model and settings", *columns), found)
+
+
+def _peak(row: dict[str, float], kind: str) -> tuple[str, str]:
+    if f"{kind}measured" not in row:
+        return "", ""
+    return f"{row[f'{kind}measured']} MiB", f"{row[f'{kind}ratio']:.2f}"
+
+
+def probes_table() -> str:
+    """Return a table of what `check --probe` foretold of a step and what a step took."""
+    rows = json.loads((RESULTS / "probe.json").read_text())["rows"]
+    found = []
+    for name, runs in rows.items():
+        foretold, measured = (statistics.median(runs[kind]) for kind in ("foretold", "measured"))
+        ratios = [expected / took for expected, took in zip(runs["foretold"], runs["measured"], strict=True)]
+        spread = f"{foretold / measured:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        found.append((name, str(len(ratios)), f"{foretold:.2f} s", f"{measured:.2f} s", spread))
+    return table(("recipe", "runs", "foretold step", "measured step", "foretold / measured"), found)
 
 
 def token_limits_table() -> str:
@@ -535,6 +555,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampler_bias": sampler_bias_table,
     "sampler_training": sampler_training_table,
     "memory_estimates": memory_estimates_table,
+    "probes": probes_table,
     "token_limits": token_limits_table,
     "gpu": gpu_table,
     "census": census_table,

@@ -3,11 +3,13 @@
 import argparse
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import datasets
 from datasets import Dataset
 
 from grpo_ext.commands.memory import copies, fitting, gib, of_recipe, too_large, too_many
+from grpo_ext.commands.probe import check_possible, probe
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.commands.train import is_fsdp, wanted_launch
 from grpo_ext.config.ahead import described
@@ -41,7 +43,10 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: the recipe has mistakes.
     """
     launch = wanted_launch(options) or Launch()
-    with planned_processes(launch.planned, here=options.num_processes is None):
+    if options.probe:
+        check_possible(launch)
+    planned = planned_processes(launch.planned, here=options.num_processes is None)
+    with nullcontext() if options.probe else planned:
         datasets.disable_progress_bars()
         look, before = Look(), len(imported)
         try:
@@ -52,6 +57,9 @@ def run(options: argparse.Namespace) -> int:
         if recipe.training.use_cpu and launch.config and is_fsdp(launch.config):
             raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
         print_sections(plan(recipe, look))
+        if options.probe:
+            check_possible(launch, recipe)
+            print_sections({"Probe": probe(recipe, _estimate(recipe, look))})
         return _check_server(recipe)
 
 
@@ -137,6 +145,11 @@ def _batch(recipe: Recipe, rows: int | None) -> Section:
         ("optimizer steps", steps),
         *([("rollout_ahead", described(c))] if c.rollout_ahead else []),
     ]
+
+
+def _estimate(recipe: Recipe, look: Look) -> int | None:
+    """Return the bytes of a training process by the estimate; None for a policy that is not known."""
+    return None if look.policy.unknown else sum(of_recipe(recipe, look.policy, look.longest_prompt).values())
 
 
 def _memory(recipe: Recipe, look: Look) -> Section:
