@@ -60,7 +60,7 @@ def estimate(
         if training.gradient_checkpointing and copies:  # those of the head, and of the layer that is computed again
             layer = max(0, parameters - shape.head) // shape.layers
             parts["autocast"] = min(copies, (shape.head + layer) * computes)
-        batch = micro_batch(training, shape, prompt, each, computes, trained=trained == parameters)
+        batch = micro_batch(training, shape, prompt, each, computes)
         parts["activations"] = peak(shape, batch, kept) - kept
         sampling = rollout_held(training, shape, prompt, computes, copies)
         parts["rollout"] = max(0, sampling - kept - parts["autocast"] - parts["activations"])

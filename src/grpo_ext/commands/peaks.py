@@ -145,13 +145,12 @@ def peak(shape: Shape, batch: MicroBatch, gradients: int) -> int:
     return max(at_head, max(before, head) + waits + below + backward, at_first)
 
 
-def logits_held(training: GRPOExtArguments, shape: Shape, labels: int, width: int, *, trained: bool) -> int:
+def logits_held(training: GRPOExtArguments, shape: Shape, labels: int, width: int) -> int:
     """Return the bytes that the LM head holds at a time, beside its gradient.
 
     TRL's has one buffer. Ours, on a CPU with shared prompts and over kept sets, has a chunk of logits, which become
     their gradient in place unless the forward has kept them, and blocks in float32 of log-probabilities, their
-    gradient, and one more for an entropy bonus. The gradient of a trained head in 16 bits is a product for each chunk,
-    which is copied to float32 to be added.
+    gradient, and one more for an entropy bonus.
     """
     ours = (training.use_cpu and training.prefix_setting != "false") or scores_kept_sets(training)
     if not ours:
@@ -160,8 +159,7 @@ def logits_held(training: GRPOExtArguments, shape: Shape, labels: int, width: in
     chunk = rows * shape.vocabulary
     held = chunk * width * (1 + (rows == labels))
     block = CPU_BLOCK if training.use_cpu else BLOCK
-    product = shape.head * (width + FLOAT * (rows < labels)) if trained and width < FLOAT else 0
-    return held + min(block, chunk) * FLOAT * (2 + bool(training.entropy_coef)) + product
+    return held + min(block, chunk) * FLOAT * (2 + bool(training.entropy_coef))
 
 
 def rollout_held(training: GRPOExtArguments, shape: Shape, prompt: int, width: int, copies: int) -> int:
@@ -183,9 +181,7 @@ def autocasts(training: GRPOExtArguments) -> bool:
     return bool(training.bf16 or training.fp16)
 
 
-def micro_batch(
-    training: GRPOExtArguments, shape: Shape, prompt: int, each: int, computes: int, *, trained: bool
-) -> MicroBatch:
+def micro_batch(training: GRPOExtArguments, shape: Shape, prompt: int, each: int, computes: int) -> MicroBatch:
     """Return the sizes of the largest micro-batch, of weights of `each` bytes that compute in `computes`."""
     rows, completion = training.per_device_train_batch_size, int(training.max_completion_length or 0)
     merged = training.prefix_setting != "false"
@@ -203,6 +199,6 @@ def micro_batch(
         merged=merged,
         adapter=0 if computes == FLOAT else copied,
         checkpointed=bool(training.gradient_checkpointing),
-        logits=logits_held(training, shape, labels, computes, trained=trained),
+        logits=logits_held(training, shape, labels, computes),
         accumulated=training.gradient_accumulation_steps > 1 or tokens < whole,
     )
