@@ -9,7 +9,6 @@ import datasets
 from datasets import Dataset
 
 from grpo_ext.commands.memory import copies, fitting, gib, of_recipe, too_large, too_many
-from grpo_ext.commands.probe import check_possible, probe
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.commands.train import is_fsdp, wanted_launch
 from grpo_ext.config.ahead import described
@@ -44,7 +43,9 @@ def run(options: argparse.Namespace) -> int:
     """
     launch = wanted_launch(options) or Launch()
     if options.probe:
-        check_possible(launch)
+        from grpo_ext.commands import probe  # with the trainer, which no other check needs
+
+        probe.check_possible(launch)
     planned = planned_processes(launch.planned, here=options.num_processes is None)
     with nullcontext() if options.probe else planned:
         datasets.disable_progress_bars()
@@ -58,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
         print_sections(plan(recipe, look))
         if options.probe:
-            check_possible(launch, recipe)
-            print_sections({"Probe": probe(recipe, _estimate(recipe, look))})
+            probe.check_possible(launch, recipe)
+            print_sections({"Probe": probe.probe(recipe, _estimate(recipe, look))})
         return _check_server(recipe)
 
 
