@@ -98,12 +98,12 @@ def stale_prefix_cache(trainer: Trainer) -> None:
     kept: dict[str, Any] = {}
 
     class Stale(decoding._Batch):
-        def prefill(self):
+        def prefill(self, marks):
             if not active(trainer):
-                return super().prefill()
+                return super().prefill(marks)
             kept.update({} if kept else snapshot(trainer.model))
             with weights(trainer.model, kept):
-                return super().prefill()
+                return super().prefill(marks)
 
     def generate(stock, *args, **kwargs):
         decoding._Batch, sound = Stale, decoding._Batch

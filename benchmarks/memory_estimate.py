@@ -1,13 +1,18 @@
 """The memory estimate of `grpo-ext check` beside the measured peak of a step: `python benchmarks/memory_estimate.py`.
 
-Random Llamas on a CPU, one step of full-length completions in groups of eight. The peak is that of the tensors that
-torch allocates between the rollout and the optimizer's step, by its profiler: gradients and activations. Writes
-results/memory_estimate.json.
+Random Llamas on a CPU, two steps of full-length completions in groups of eight. Measured are the tensors that torch
+allocates, by its profiler: between the first step's rollout and its optimizer (gradients, copies of autocast,
+activations), and at any time of both steps, with the weights (the whole). Writes results/memory_estimate.json.
+Words on the command line choose the rows whose names have them.
 """
 
+import gc
 import json
 import logging
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -20,13 +25,17 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.commands.memory import Shape, estimate
+from grpo_ext.commands.memory import estimate
+from grpo_ext.commands.peaks import Shape
 from grpo_ext.quickstart.model import build_tokenizer
 
 RESULT = Path(__file__).parent / "results" / "memory_estimate.json"
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
 LARGE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 LARGE |= {"vocab_size": 16_384}
+QWEN = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 4, "num_attention_heads": 14}
+QWEN |= {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True}
+MIXED = {"bf16": True}
 CHECKPOINTED = {"gradient_checkpointing": True}
 LORA = {"peft_config": LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")}
 ROWS: dict[str, tuple[dict[str, int], int, int, str, dict[str, Any]]] = {
@@ -46,55 +55,77 @@ ROWS: dict[str, tuple[dict[str, int], int, int, str, dict[str, Any]]] = {
     "large, LoRA, checkpointed": (LARGE, 16, 160, "float32", LORA | CHECKPOINTED),
     "large, LoRA, bfloat16": (LARGE, 16, 160, "bfloat16", LORA),
     "large, LoRA, bfloat16, checkpointed": (LARGE, 16, 160, "bfloat16", LORA | CHECKPOINTED),
+    "Qwen2.5's proportions, autocast": (QWEN, 16, 96, "float32", MIXED),
+    "Qwen2.5's proportions, autocast, checkpointed": (QWEN, 16, 96, "float32", MIXED | CHECKPOINTED),
+    "Qwen2.5's proportions, autocast, LoRA": (QWEN, 16, 96, "float32", MIXED | LORA),
+    "Qwen2.5's proportions, autocast, LoRA, checkpointed": (QWEN, 16, 96, "float32", MIXED | LORA | CHECKPOINTED),
+    "Qwen2.5's proportions, autocast, LoRA, bfloat16": (QWEN, 16, 96, "bfloat16", MIXED | LORA),
+    "small, LoRA, checkpointed, 512 tokens in 8 micro-batches": (
+        SMALL, 8, 512, "float32", LORA | CHECKPOINTED | {"gradient_accumulation_steps": 8},
+    ),
 }  # fmt: skip
 PROMPT = "a" * 34
 
 
 class Measured(GRPOExtTrainer):
-    """Profiles the memory of a step, from the end of its rollout on."""
+    """Notes when the first step's rollout ends."""
 
-    profiled: profile | None = None
+    began = 0
 
     def _prepare_inputs(self, inputs):
         prepared = super()._prepare_inputs(inputs)
-        if self.profiled is None:
-            self.profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self.profiled.start()
+        self.began = self.began or time.time_ns()
         return prepared
 
 
 class Until(TrainerCallback):
-    """Ends the profile before Adam's moments are made."""
+    """Notes when the first step has its gradients, before Adam's moments are made."""
 
-    def __init__(self, trainer: Measured) -> None:
-        self.trainer = trainer
+    ended = 0
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.trainer.profiled.stop()
+        self.ended = self.ended or time.time_ns()
 
 
-def peak(profiled: profile) -> int:
-    """Return the most bytes that were allocated at a time, over those at the start."""
+def peaks(profiled: profile, began: int, ended: int) -> tuple[int, int]:
+    """Return the most bytes over those at `began` until `ended`, and the most over those at the start at any time."""
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    events.sort(key=lambda event: event.start_ns())
+    levels = [(event.start_ns(), level) for event, level in zip(events, sizes(events), strict=True)]
+    at_beginning = [level for time, level in levels if time <= began][-1]
+    step = max(level for time, level in levels if began <= time <= ended) - at_beginning
+    return step, max(level for _, level in levels)
+
+
+def sizes(events) -> Iterator[int]:
+    """Yield the bytes that are allocated after each event."""
+    return accumulate(event.nbytes() for event in events)
+
+
+def built(sizes: dict[str, int], dtype: str) -> tuple[LlamaForCausalLM, Any]:
+    """Return a random model of some sizes, and its tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    heads = {"num_key_value_heads": sizes["num_attention_heads"] // 2, "bos_token_id": None, "eos_token_id": 1}
+    model = LlamaForCausalLM(LlamaConfig(**({"vocab_size": len(tokenizer)} | heads | sizes)))
+    return model.to(getattr(torch, dtype)), tokenizer
 
 
 def run(
     sizes: dict[str, int], completions: int, tokens: int, dtype: str, settings: dict[str, Any]
 ) -> dict[str, float]:
-    """Train one step and return its peak and the estimate, in MiB."""
-    torch.manual_seed(0)
-    tokenizer, settings = build_tokenizer(), dict(settings)
+    """Train two steps and return their peaks and the estimates, in MiB."""
+    gc.collect()  # what an earlier row leaves would be freed in this one's profile
+    settings = dict(settings)
     adapter = settings.pop("peft_config", None)
-    heads = {"num_key_value_heads": sizes["num_attention_heads"] // 2, "bos_token_id": None, "eos_token_id": 1}
-    model = LlamaForCausalLM(LlamaConfig(**({"vocab_size": len(tokenizer)} | sizes | heads)))
-    model.to(getattr(torch, dtype))
-    args = GRPOExtConfig(
-        tempfile.mkdtemp(), loss_type="grpo", use_cpu=True, bf16=False, max_steps=1, num_generations=8,
-        per_device_train_batch_size=completions, max_completion_length=tokens, skip_zero_advantages=False,
-        save_strategy="no", report_to="none", disable_tqdm=True, generation_kwargs={"suppress_tokens": [1]},
-        **{"gradient_checkpointing": False} | settings,  # no completion ends early
-    )  # fmt: skip
+    model, tokenizer = built(sizes, dtype)
+    given = {
+        "loss_type": "grpo", "use_cpu": True, "bf16": False, "max_steps": 2, "num_generations": 8,
+        "per_device_train_batch_size": completions, "max_completion_length": tokens, "skip_zero_advantages": False,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False,
+        "generation_kwargs": {"suppress_tokens": [1]},  # no completion ends early
+    }  # fmt: skip
+    args = GRPOExtConfig(tempfile.mkdtemp(), **given | settings)
     trainer = Measured(
         model, [lambda completions, **_: [float(i % 3) for i in range(len(completions))]], args,
         Dataset.from_list([{"prompt": PROMPT}] * 64), processing_class=tokenizer,
@@ -103,25 +134,36 @@ def run(
     number, trained = (
         sum(p.numel() for p in trainer.model.parameters() if p.requires_grad or n) for n in (True, False)
     )
-    trainer.add_callback(Until(trainer))
-    trainer.train()
-    measured = peak(trainer.profiled)
+    weights = sum(p.nbytes for m in (trainer.model, trainer.ref_model) if m is not None for p in m.parameters())
+    until = Until()
+    trainer.add_callback(until)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        trainer.train()
+    step, whole = peaks(profiled, trainer.began, until.ended)
     parts = estimate(args, dtype, number, trained, Shape.of(model.config).with_adapter(model), len(PROMPT))
-    expected = parts["gradients"] + parts["activations"]
-    mib = {"measured": round(measured / 2**20), "estimate": round(expected / 2**20)}
-    return {"parameters": number, **mib, "ratio": round(expected / measured, 2)}
+    expected = parts["gradients"] + parts["autocast"] + parts["activations"]
+    found = {"parameters": number, **compared("", step, expected)}
+    return found | compared("whole_", whole + weights, sum(parts.values()))
+
+
+def compared(name: str, measured: int, expected: int) -> dict[str, float]:
+    """Return what was measured and estimated, in MiB, and their ratio."""
+    mib = {f"{name}measured": round(measured / 2**20), f"{name}estimate": round(expected / 2**20)}
+    return mib | {f"{name}ratio": round(expected / measured, 2)}
 
 
 def main() -> None:
-    """Measure each row, and write the results."""
+    """Measure the rows, and write the results after each."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    found = {}
-    for name, row in ROWS.items():
-        found[name] = run(*row)
-        print(name, found[name], flush=True)
+    known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
     about = {"torch": version("torch"), "threads": 1}
-    RESULT.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n")
+    for name, row in ROWS.items():
+        if all(word in name for word in sys.argv[1:]):
+            known[name] = run(*row)
+            print(name, known[name], flush=True)
+            rows = {name: known[name] for name in ROWS if name in known}
+            RESULT.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

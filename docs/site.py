@@ -20,18 +20,10 @@ FURTHER_WORD = re.compile(r"^( *```\w+) elsewhere$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".jsonl": "json", ".sbatch": "bash"}
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
 REFERENCE = {
-    "objective": (
-        "Losses and their parts",
-        "objective",
-        "losses surrogates ratios kl advantages combinations aggregation",
-    ),
-    "rewards": ("Rewards", "rewards.library", None),
-    "trainer": ("GRPOExtTrainer", "trainer", "grpo_trainer"),
-    "config": ("GRPOExtConfig", "config", "grpo_config"),
-    "environments": ("Conversation and Step", "environments", "protocol"),
-    "trajectory": ("Trajectory and Turn", "objective", "trajectory"),
+    "objective": "losses surrogates ratios kl advantages combinations aggregation",
+    "rewards.library": "answers functions lengths minimind trl_names verifiers",
 }
-"""Pages of docstrings: title, package, and its modules in order; None for all."""
+"""Packages whose docstrings are on the page of reference, and their modules in order."""
 
 
 def write_site(target: Path) -> None:
@@ -50,10 +42,7 @@ def write_site(target: Path) -> None:
     (target / "assets").mkdir()
     for name in ("iframe-worker.js", "site.css"):
         shutil.copy(ROOT / "docs" / name, target / "assets")
-    for name, (title, package, modules) in REFERENCE.items():
-        place = target / "reference" / f"{name}.md"
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(reference(title, package, modules))
+    (target / "reference.md").write_text(reference())
 
 
 def place_of(path: Path) -> Path:
@@ -130,13 +119,12 @@ def public_names() -> str:
     return "\n\n".join(["\n## Docstrings", *parts]) + "\n"
 
 
-def reference(title: str, package: str, modules: str | None) -> str:
-    """Return a page of the docstrings of a package's modules."""
-    folder = ROOT / "src/grpo_ext" / package.replace(".", "/")
-    names = modules.split() if modules else sorted(path.stem for path in folder.glob("[a-z]*.py"))
+def reference() -> str:
+    """Return the page of docstrings."""
     hidden = "options: {show_root_heading: false}"
-    parts = [f"## {name}\n\n::: grpo_ext.{package}.{name}\n    {hidden}" for name in names]
-    return "\n\n".join([f"# {title}", *parts]) + "\n"
+    names = (f"{package}.{name}" for package, modules in REFERENCE.items() for name in modules.split())
+    parts = [f"## {name}\n\n::: grpo_ext.{name}\n    {hidden}" for name in names]
+    return "\n\n".join(["# Losses, rewards and their parts", *parts]) + "\n"
 
 
 if __name__ == "__main__":

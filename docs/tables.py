@@ -1,4 +1,4 @@
-"""Rewrite the tables of README.md, CONTRIBUTING.md and docs/*.md: `python docs/tables.py` (`make tables`).
+"""Rewrite the tables of README.md, CONTRIBUTING.md, docs/ and benchmarks/: `python docs/tables.py` (`make tables`).
 
 The tables come from the code and from benchmarks/results. A table is between `<!-- name -->` and `<!-- /name -->`,
 where name is a key of `TABLES`. `--check` only lists the files that are out of date, and fails if there are any.
@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import json
 import re
+import statistics
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -17,10 +18,9 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
+from formulas import mathematics
 from grpo_ext.commands.lists import by_entry as entries
-from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.arguments import AS_THE_ROW_SAYS, GRPOExtArguments
 from grpo_ext.config.settings import SETTINGS, Change, Setting, settings_changed_by
 from grpo_ext.config.spec import Spec
 from grpo_ext.objective.advantages import estimators
@@ -87,7 +87,7 @@ def options(function: Any, without: tuple[str, ...] = ()) -> str:
 
 def loss_table() -> str:
     """Return a table of loss_type, formula and paper."""
-    rows = ((names, code(row.formula), row.paper) for names, row in by_entry(losses).items())
+    rows = ((names, mathematics(row.formula), row.paper) for names, row in by_entry(losses).items())
     return table(("`loss_type`", "what is minimised", "source"), rows)
 
 
@@ -159,7 +159,7 @@ CHANGES = {
     Change.LENGTH: "allowed: the run ends elsewhere",
     Change.SPLIT: "allowed: with the same rows in a step",
     Change.MODEL: "allowed: for the same weights",
-    Change.ANOTHER_RUN: "refused",
+    Change.ANOTHER_RUN: "",
 }
 
 
@@ -177,7 +177,11 @@ def argument_tables(title: str) -> str:
         elif row.function:
             allowed += ", `./file.py:function`"
         meaning = plain(str(f.metadata.get("help", "")).replace("%%", "%"))
-        rows.append((code(f.name), code(default), allowed, CHANGES[row.change], meaning))
+        if title in (MODEL, TRLS):
+            meaning = re.split(r"(?<=[a-z0-9`)'\"]\.) (?=[A-Z`])", meaning)[0]  # the page has where the rest is
+        shown = "of the row" if AS_THE_ROW_SAYS in meaning else code(default)
+        meaning = meaning.replace(AS_THE_ROW_SAYS, "").strip()
+        rows.append((code(f.name), shown, allowed, CHANGES[row.change], meaning))
     return table(("argument", "default", "values", "in a resume", "meaning"), rows)
 
 
@@ -253,16 +257,6 @@ def resumable_table() -> str:
     return table(
         ("changed", "what happens"), [(", ".join(map(code, sorted(keys))), kind) for kind, keys in kinds.items()]
     )
-
-
-def damage_table() -> str:
-    """Return a table of the damages that the tests do to checkpoints, with the outcome."""
-    cases = yaml.safe_load((ROOT / "tests/trainer/checkpoints/damages.yaml").read_text())
-    rows = []
-    for case in cases:
-        place = case.get("from", "checkpoint-2")
-        rows.append((case["damage"], case["told"] or "nothing", place if place == "refused" else code(place)))
-    return table(("damage", "message", "resumes from"), rows)
 
 
 def trl_defaults() -> str:
@@ -366,8 +360,27 @@ def sampler_training_table() -> str:
 def memory_estimates_table() -> str:
     """Return a table of measured peaks of memory and what `check` estimates."""
     rows = json.loads((RESULTS / "memory_estimate.json").read_text())["rows"]
-    found = [(name, f"{row['measured']} MiB", f"{row['ratio']:.2f}") for name, row in rows.items()]
-    return table(("model and settings", "measured peak", "estimate / measured"), found)
+    found = [(name, *(cell for kind in ("", "whole_") for cell in _peak(row, kind))) for name, row in rows.items()]
+    columns = "of a step", "estimate / measured", "of the whole", "estimate / measured"
+    return table(("model and settings", *columns), found)
+
+
+def _peak(row: dict[str, float], kind: str) -> tuple[str, str]:
+    if f"{kind}measured" not in row:
+        return "", ""
+    return f"{row[f'{kind}measured']} MiB", f"{row[f'{kind}ratio']:.2f}"
+
+
+def probes_table() -> str:
+    """Return a table of what `check --probe` foretold of a step and what a step took."""
+    rows = json.loads((RESULTS / "probe.json").read_text())["rows"]
+    found = []
+    for name, runs in rows.items():
+        foretold, measured = (statistics.median(runs[kind]) for kind in ("foretold", "measured"))
+        ratios = [expected / took for expected, took in zip(runs["foretold"], runs["measured"], strict=True)]
+        spread = f"{foretold / measured:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        found.append((name, str(len(ratios)), f"{foretold:.2f} s", f"{measured:.2f} s", spread))
+    return table(("recipe", "runs", "foretold step", "measured step", "foretold / measured"), found)
 
 
 def token_limits_table() -> str:
@@ -405,7 +418,7 @@ HEALTHY = {
     "weights/change": "small and steady; a leap together with a falling reward means that steps are too large",
     "learning_rate": "the schedule",
 }
-"""Values of metrics in a healthy run, for docs/loss_zero.md."""
+"""Values of metrics in a healthy run, for docs/troubleshooting.md."""
 
 
 def healthy_table() -> str:
@@ -450,22 +463,6 @@ def overlap_table() -> str:
         f"{PARTS[part]}: {found[part]['repeats']} x {found[part]['steps']}" for part in PARTS if part in found
     )
     return f"{table(('sampler', *heads), rows)}\n\nRepeats and steps of each: {runs}.{rest}"
-
-
-def overlap_summary() -> str:
-    """Return a table of the steps beside rollouts of `make bench-overlap` only, for the README."""
-    found, rows = json.loads((RESULTS / "overlap.json").read_text())["parts"], []
-    for part in (part for part in PARTS if part in found):
-        variants = found[part]["variants"]
-        for name, row in variants.items():
-            setting, _, judge = name.partition(", ")
-            if setting == "in turn":
-                continue
-            base = variants["in turn, judge" if judge else "in turn"]["step_seconds"]
-            step = row["step_seconds"]
-            seconds = f"{base:.2f} s", f"{step:.2f} s"
-            rows.append((PARTS[part], code(setting), *seconds, f"**{base / step:.2f}**"))
-    return table(("sampler", "setting", "a step in turn", "a step", "times faster"), rows)
 
 
 def lag_table() -> str:
@@ -550,7 +547,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "arguments_model": lambda: argument_tables(MODEL),
     "arguments_trl": lambda: argument_tables(TRLS),
     "resumable": resumable_table,
-    "damages": damage_table,
     "faults": fault_table,
     "figures": figure_table,
     "planted": planted_table,
@@ -559,13 +555,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampler_bias": sampler_bias_table,
     "sampler_training": sampler_training_table,
     "memory_estimates": memory_estimates_table,
+    "probes": probes_table,
     "token_limits": token_limits_table,
     "gpu": gpu_table,
     "census": census_table,
     "migrated": migrated_table,
     "stale": stale_table,
     "overlap": overlap_table,
-    "overlap_summary": overlap_summary,
     "lag": lag_table,
     "defaults_of_trl": trl_defaults,
 }
@@ -584,7 +580,8 @@ def rewritten(text: str) -> str:
 def stale(write: bool = False) -> list[str]:
     """Return the files whose tables are out of date; with `write`, update them."""
     found = []
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+    folders = (path for name in ("docs", "benchmarks") for path in sorted((ROOT / name).glob("*.md")))
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *folders):
         text = path.read_text()
         new = rewritten(text)
         if new != text:

@@ -26,7 +26,7 @@ from support.processes import PATIENCE
 from support.trainers import build
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+DOCUMENTS = [path for folder in (ROOT, ROOT / "docs", ROOT / "benchmarks") for path in folder.glob("*.md")]
 
 
 def python(program: str, executable: str = sys.executable, **options) -> str:

@@ -88,8 +88,8 @@ def test_recipes_are_sound(text, tmp_path, monkeypatch):
     assert recipe.training.objective.row.paper
 
 
-def test_the_tutorials_configuration_becomes_its_recipe(tmp_path):
-    text = (ROOT / "docs" / "tutorial_open_r1.md").read_text()
+def test_the_pages_configuration_becomes_its_recipe(tmp_path):
+    text = (ROOT / "docs" / "migrating.md").read_text()
     (tmp_path / "config_demo.yaml").write_text(re.search(r"^```yaml elsewhere\n(.*?)^```", text, re.M | re.S)[1])
     assert command("migrate", tmp_path / "config_demo.yaml", "--output", tmp_path / "recipe.yaml") == 0
     written = (tmp_path / "recipe.yaml").read_text().splitlines()

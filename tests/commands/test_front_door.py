@@ -151,7 +151,7 @@ BY_TURN = """
 def by_turn(trajectory, **_):
     return [[turn.reward for turn in one.turns] for one in trajectory]
 """
-"""The example of docs/trajectories.md."""
+"""The example of docs/environments.md, "Trajectories"."""
 
 
 @pytest.mark.parametrize(("changed", "code", "twice"), [({}, 0, True), ({"weight": 0.0}, 0, False), (None, 2, False)])

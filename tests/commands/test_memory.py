@@ -1,6 +1,7 @@
 """The estimate of memory in `grpo-ext check`: its parts follow the settings, and it never refuses."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,10 +9,12 @@ import psutil
 import pytest
 import torch
 from transformers import LlamaConfig
+from trl import ModelConfig
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.commands import memory
-from grpo_ext.commands.memory import Shape, estimate
+from grpo_ext.commands import memory, peaks
+from grpo_ext.commands.memory import estimate
+from grpo_ext.commands.peaks import MicroBatch, Shape
 from support import tiny
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -64,7 +67,48 @@ def test_each_setting_moves_its_part():
     assert parts(dtype="bfloat16")["weights"] == plain["weights"] / 2
     assert parts(use_vllm=True)["engine"] == plain["weights"] + 2**30
     assert "engine" not in parts(use_vllm=True, vllm_mode="server")
-    assert estimate(GRPOExtConfig(**CPU | SIZE), None, 1000, 1000, None, 32).keys() == plain.keys() - {"activations"}
+    bare = estimate(GRPOExtConfig(**CPU | SIZE), None, 1000, 1000, None, 32)
+    assert bare.keys() == plain.keys() - {"activations", "rollout"}
+
+
+def test_autocast_keeps_copies_of_all_layers_unless_they_are_computed_again():
+    """4 layers of 10,000 weights, and a head of 500 x 64."""
+
+    def found(**settings):
+        config = GRPOExtConfig(**CPU | SIZE | {"bf16": True} | settings)
+        return estimate(config, None, 72_000, 72_000, Shape.of(CONFIG), 32)
+
+    assert found()["autocast"] == 2 * 72_000
+    assert found(gradient_checkpointing=True)["autocast"] == 2 * (32_000 + 10_000)
+
+
+def test_a_tied_embedding_adds_a_gradient_beside_the_heads():
+    sizes = {"tokens": 1, "labels": 1, "width": 4, "stream": 4, "merged": True, "adapter": 0, "checkpointed": True}
+    batch = MicroBatch(**sizes, logits=0, accumulated=False)
+    shape = Shape(layers=1, hidden=10, inner=10, queries=10, keys=10, vocabulary=1000, tied=True)
+    assert peaks.peak(shape, batch, 100_000) == 100_000 + 4 * 10_000
+    assert peaks.peak(replace(shape, tied=False), batch, 100_000) < 102_000
+
+
+def test_a_rollout_holds_keys_values_logits_and_copies_of_the_weights(monkeypatch):
+    shape = Shape(layers=2, hidden=8, inner=8, queries=8, keys=4, vocabulary=100)
+    args = GRPOExtConfig(**CPU | SIZE | {"max_completion_length": 20})
+    rows, length = 8, 10 + 20 + 64  # 64: the room by which a cache grows
+    assert peaks.rollout_held(args, shape, 10, 4, 1000) == 1000 + rows * length * 2 * 2 * 4 * 4 + rows * 100 * 16
+    args = GRPOExtConfig(**CPU | SIZE | {"rollout_engine": "process"})
+    assert peaks.rollout_held(args, shape, 10, 4, 1000) == 0
+    monkeypatch.setattr(memory, "rollout_held", lambda *sizes: 10**9)
+    found = parts()
+    assert found["rollout"] == 10**9 - found["gradients"] - found["activations"]
+
+
+def test_quantized_layers_are_smaller():
+    """7,680 weights in the linear layers of each of two layers, beside a head and an embedding."""
+    four, frozen = {"use_peft": True, "load_in_4bit": True}, tiny.model().requires_grad_(False)
+    assert memory.packed_bytes(ModelConfig(**four), frozen) == 15_360 * (4 - 0.5 - 4 / 64)
+    assert memory.packed_bytes(ModelConfig(**four, use_bnb_nested_quant=True), frozen) == 15_360 * (3.5 - 1 / 64)
+    assert memory.packed_bytes(ModelConfig(use_peft=True, load_in_8bit=True, dtype="float16"), frozen) == 15_360
+    assert memory.packed_bytes(ModelConfig(use_peft=True), frozen) == 0
 
 
 def test_pieces_of_a_micro_batch_bound_its_activations():
@@ -80,7 +124,7 @@ def test_pieces_of_a_micro_batch_bound_its_activations():
 def test_the_largest_limit_that_fits_is_named(settings, monkeypatch):
     recipe = SimpleNamespace(
         training=GRPOExtConfig(**CPU | SIZE | settings),
-        model=SimpleNamespace(dtype=None),
+        model=ModelConfig(),
         data=SimpleNamespace(max_prompt_length=None),
     )
     policy = SimpleNamespace(parameters=1000, trained=1000, empty=SimpleNamespace(config=CONFIG, modules=list))

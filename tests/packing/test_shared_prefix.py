@@ -16,8 +16,8 @@ from trl.trainer.utils import add_fused_lm_head
 from grpo_ext import GRPOExtConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
+from grpo_ext.packing import lm_head, scorer
 from grpo_ext.packing import micro_batches as batching
-from grpo_ext.packing import scorer
 from grpo_ext.packing.forward import log_probs
 from grpo_ext.packing.kernels import Segments
 from grpo_ext.packing.layout import pack
@@ -246,6 +246,28 @@ def test_the_head_over_labelled_positions(softcap, chunk, monkeypatch):
     for a, e in zip(ours(x, w, b), direct(x, w, b), strict=True):
         assert torch.allclose(a, e, atol=1e-12)
     assert torch.autograd.gradcheck(ours, (x, w, b), check_undefined_grad=False)
+
+
+@pytest.mark.parametrize("chunk", [2**28, 60], ids=["one chunk", "chunks"])
+def test_a_weight_gradient_in_16_bits_is_added_in_blocks(chunk, monkeypatch):
+    """Blocks of two rows of 11, the last of one; each chunk's product has the bits of the whole one."""
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", chunk)
+    x, weight, labels = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
+
+    def gradient(numbers: int) -> torch.Tensor:
+        monkeypatch.setattr(lm_head, "PRODUCT", numbers)
+        w = weight.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            LabelledLogProbs.apply(x, w, None, labels, 1.0, 0)[0].sum().backward()
+        assert w.grad is not None
+        return w.grad
+
+    whole = gradient(10**6)
+    assert whole.dtype == torch.float32
+    assert torch.equal(gradient(10), whole)
+    exact = weight.clone().requires_grad_()
+    (x @ exact.T).log_softmax(-1).gather(1, labels[:, None]).sum().backward()
+    torch.testing.assert_close(whole, exact.grad, atol=0.05, rtol=0.02)
 
 
 def test_a_failing_forward_leaves_no_hook_and_no_attention_behind():

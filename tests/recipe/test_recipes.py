@@ -10,6 +10,7 @@ import datasets
 import pytest
 import transformers
 import yaml
+from transformers import Qwen2Config
 
 from grpo_ext.commands import cli
 from grpo_ext.commands.check import plan
@@ -289,6 +290,38 @@ def test_the_name_of_a_gsm8k_recipe_tells_how_it_generates(name):
     assert recipe.model.use_peft == ("-lora-" in name)
     assert str(recipe.model.model_name_or_path).split("/")[1].lower().startswith(name[6:].split("-")[0])
     assert (recipe.script.dataset_name, recipe.data.answer_format) == ("openai/gsm8k", "gsm8k")
+
+
+WIDTHS = {  # public: layers, hidden, heads, key heads, inner, vocabulary
+    "0.5b": (24, 896, 14, 2, 4864, 151_936),
+    "1.5b": (28, 1536, 12, 2, 8960, 151_936),
+    "3b": (36, 2048, 16, 2, 11_008, 151_936),
+    "7b": (28, 3584, 28, 4, 18_944, 152_064),
+}
+"""Sizes of Qwen2.5's models."""
+
+
+def qwen(size: str) -> Qwen2Config:
+    layers, hidden, heads, keys, inner, vocabulary = WIDTHS[size]
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocabulary}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys, "tie_word_embeddings": size != "7b"}
+    return Qwen2Config(**sizes, architectures=["Qwen2ForCausalLM"])
+
+
+@pytest.mark.parametrize("name", [n for n in PACKAGED if "Memory" in header(PACKAGED[n])])
+def test_a_recipe_for_a_small_machine_fits_it_by_its_header(name, monkeypatch):
+    size = re.search(r"-([\d.]+b)-", name)[1]
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *args, **kwargs: qwen(size))
+    with planned_processes(1):
+        recipe, sections = planned(["--config", name])
+    foretold = dict(sections["Memory"])["memory per replica"]
+    assert header(PACKAGED[name])["Memory"] == f"foretold by `check`: {foretold}"
+    machine = 16 if name.startswith("laptop/") else int(re.match(r"gpu-(\d+)gb/", name)[1])
+    assert float(re.match(r"about ([\d.]+) GiB", foretold)[1]) < 0.8 * machine  # the rest: libraries, fragments
+    assert f"-{size.upper()}-" in recipe.model.model_name_or_path
+    assert recipe.training.use_cpu == name.startswith("laptop/")
+    assert (recipe.training.bf16, recipe.training.fp16) == (machine != 16 or recipe.training.use_cpu, "gpu-16" in name)
+    assert (recipe.model.use_peft, recipe.model.load_in_4bit) == ("lora" in name, "qlora" in name)
 
 
 def test_a_gpu_recipe_is_refused_where_there_is_no_gpu():

@@ -40,3 +40,15 @@ def evaluated(folder, batch: int, **settings) -> dict[str, float]:
     figures = one.evaluate()
     clocks = ("runtime", "per_second", "_time")
     return {name: value for name, value in figures.items() if not any(clock in name for clock in clocks)}
+
+
+class Alone:
+    """One process."""
+
+    num_processes = 1
+
+    def reduce(self, values, reduction):
+        return values
+
+    def gather(self, values):
+        return values

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
+from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS
 from support import tiny
 from support.trainers import unit_interval
 
@@ -16,8 +17,9 @@ LISTED = {name: row[-1].strip("` |") for row in ROWS for name in re.findall(r"`(
 """Names, and when they are logged."""
 NOT_HERE = ("tools", "use_vllm", "use_vllm` with an adapter", "mixtures of experts", "eval_sets")
 """What no run here has; tests of these look at their figures."""
-BY_CHANCE = {"rewards/same_text_differs", "accuracy/out_of_time"}
-"""What a run logs where two completions of a group happen to be the same, or a comparison takes too long."""
+BY_CHANCE = {"rewards/same_text_differs", "accuracy/out_of_time", FIRST_TURN, LATER_TURNS, *list(DEPTHS)[1:]}
+"""What a run logs where two completions of a group are the same, a comparison takes too long, or completions are long
+or of several turns."""
 
 RUNS = {
     "adaptive entropy": {"beta": 0.1, "use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 3.0},

@@ -13,6 +13,7 @@ from grpo_ext.train import main
 from grpo_ext.trainer.findings import LARGEST_WEIGHT, BadTensor, ObservedBatch, in_order, overflowed
 from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
 from grpo_ext.trainer.recording import read
+from grpo_ext.trainer.setup import widen_trained
 from support import poisoned, tiny
 from support.dealt import dealing
 from support.trainers import build, scripted_rollout, weights
@@ -296,3 +297,11 @@ def test_a_frozen_base_in_fp8_is_no_error(kind):
     weights = [("base", torch.ones(2).to(kind)), ("packed", torch.ones(2, dtype=torch.uint8))]
     assert overflowed(weights) is None
     assert overflowed([*weights, ("adapter", torch.tensor(float("inf")))]) == "adapter"
+
+
+def test_a_run_in_fp16_keeps_trained_weights_in_float32():
+    """TRL makes the adapter of a quantized model bfloat16, whose gradients fp16's scaler is not made for."""
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2, dtype=torch.bfloat16), torch.nn.Linear(2, 2).half()])
+    frozen = torch.nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
+    widen_trained(model.append(frozen))
+    assert [layer.weight.dtype for layer in model] == [torch.float32, torch.float16, torch.bfloat16]

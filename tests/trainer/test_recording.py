@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS
 from grpo_ext.trainer.diagnosis.recording import (
     DRAWN,
     FIGURES,
@@ -19,19 +20,8 @@ from grpo_ext.trainer.diagnosis.recording import (
 )
 from grpo_ext.trainer.loss_terms import Figures
 from support import tiny
+from support.figures import Alone
 from support.trainers import build
-
-
-class Alone:
-    """One process."""
-
-    num_processes = 1
-
-    def reduce(self, values, reduction):
-        return values
-
-    def gather(self, values):
-        return values
 
 
 def means(figures: dict) -> dict[str, float]:
@@ -39,19 +29,16 @@ def means(figures: dict) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sums.items() if count}
 
 
-def test_a_sampler_is_compared_by_thirds_of_each_completion():
+def test_a_sampler_is_compared_token_by_token():
     policy = torch.full((2, 6), -1.0)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
     off = torch.tensor([[0.1, 0.1, 0.2, -0.2, 0.3, 0.3], [0.1, 0.2, 0.3, 9.0, 9.0, 9.0]])
-    inputs = {"old_per_token_logps": policy, DRAWN: policy + off}
-    found = means(token_figures(inputs, torch.zeros(2, 6), mask, mask))
-    assert found["sampling/mismatch_first"] == pytest.approx(0.1)
-    assert found["sampling/mismatch_middle"] == pytest.approx(0.2)
-    assert found["sampling/mismatch_last"] == pytest.approx(0.3)
-    assert found["sampling/mismatch"] == pytest.approx(1.8 / 9)
+    found = means(token_figures({"old_per_token_logps": policy, DRAWN: policy + off}, torch.zeros(2, 6), mask, mask))
+    assert found["sampling/mismatch"] == found["sampling/mismatch_from_0"] == pytest.approx(1.8 / 9)
     assert found["sampling/bias"] == pytest.approx(1.4 / 9)
     weights = [math.exp(-x) - 1 for x in (0.1, 0.1, 0.2, -0.2, 0.3, 0.3, 0.1, 0.2, 0.3)]
     assert found["sampling/chi2"] == pytest.approx(sum(w * w for w in weights) / 9, rel=1e-5)
+    assert not [name for name in found if name.endswith(("_from_128", "_turn", "_turns"))]
 
 
 def test_tokens_without_a_log_probability_and_rows_not_computed_do_not_count():
@@ -240,7 +227,8 @@ def test_a_run_that_samples_by_itself_is_its_own_sampler(settings, tmp_path):
     sizes = [row["ratio/ess_completions"] for row in trainer.state.log_history if "ratio/ess_completions" in row]
     assert (min(sizes) < 0.9) == bool(settings)
     logged = {name for row in log for name in row}
-    assert {name for name in FIGURES if "<" not in name} - logged <= {"rewards/same_text_differs"}
+    elsewhere = {"rewards/same_text_differs", *list(DEPTHS)[1:], FIRST_TURN, LATER_TURNS}
+    assert {name for name in FIGURES if "<" not in name} - logged <= elsewhere
     assert {"grad_norm/embeddings", "grad_norm/layers_first"} <= log[0].keys()
     of_length = "rewards/length/of_length"
     assert min(row[of_length] for row in log if of_length in row) > 0.5

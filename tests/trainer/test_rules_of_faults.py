@@ -14,6 +14,8 @@ def level(value):
 
 KEPT = ("", "_short", "_long")
 GROWING = {"sampling/mismatch": lambda n: 2e-3 * n, "sampling/bias": lambda n: 2e-4 * n}
+TURNS = {"sampling/mismatch_first_turn": 0.02, "sampling/mismatch_later_turns": 0.16}
+DEPTHS = {"sampling/mismatch_from_0": 0.02, "sampling/mismatch_from_128": 0.16}
 FAULTS = {
     "reward fails": ({"rewards/format/errors": 64.0, "rewards/format/none_frac": 1.0, "rewards/format/std": None}, 2),
     "environment fails": ({"environments/guess/failed": 0.75}, 3),
@@ -26,6 +28,8 @@ FAULTS = {
     ),
     "rewards of other rows": ({"rewards/same_text_differs": 0.6}, 3),
     "steps too large": ({"weights/change": 0.02, "reward": 0.3}, 3),
+    "drift by turn": (level(0.09) | TURNS | DEPTHS | {"sampling/mismatch_from_0": 0.05}, 3),
+    "drift by depth": (level(0.09) | DEPTHS | TURNS | {"sampling/mismatch_first_turn": 0.05}, 3),
     "another prompt": (level(2.0), 3),
     "truncated sampling": (level(0.02) | {"sampling/bias": 0.0199}, 3),
     "stale sampler": (GROWING, 5),
@@ -51,6 +55,8 @@ NEIGHBOURS = {
     "advantages of other rows": {"advantages/of_reward": 0.2},  # rewards normalised one by one
     "rewards of other rows": {"rewards/same_text_differs": 0.1},
     "steps too large": {"weights/change": 0.02},
+    "drift by turn": dict.fromkeys(TURNS, 4e-08),
+    "drift by depth": level(1e-7) | {"sampling/mismatch_from_128": 1e-5, "sampling/mismatch_from_1k": 2e-5},
     "another prompt": level(2e-7),
     "truncated sampling": level(1e-5) | {"sampling/bias": 1e-5},
     "stale sampler": {"sampling/mismatch": lambda n: 5e-2 * (n == 3)},
@@ -140,6 +146,77 @@ def test_older_weights_differ_from_the_first_steps_on_and_that_is_no_fault(value
     assert diagnose(history(level(value), since=2))
     leaps = {"overlap/age": 2.0, "sampling/mismatch": lambda n: 1e-3 if n < 11 else value}
     assert diagnose(history(leaps, since=1))
+
+
+REAL = dict.fromkeys(("from_0", "from_128", "from_1k"), 0.02) | {"from_8k": 0.09, "from_64k": 0.16}
+"""Nats by depth of a sampler that is wrong beyond 64 k tokens only, while the mean is 0.09."""
+
+
+def placed(found) -> dict:
+    return level(0.09) | {f"sampling/mismatch_{name}": value for name, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        (REAL, ["drift by depth"]),
+        (REAL | {"from_64k": None}, ["drift by depth"]),  # completions grow into the fault: 0.09 is below the limit
+        (dict.fromkeys(REAL, 0.09), []),
+        ({"from_0": 0.09, "from_128": 0.3}, []),  # 3.3 times
+        ({"from_0": 0.01, "from_128": 0.09}, []),  # 9 times, but rounding to bfloat16
+        ({"first_turn": 0.02, "later_turns": 0.16, "from_0": 0.02, "from_128": 0.1}, ["drift by turn"]),
+        ({"first_turn": 0.03, "later_turns": 0.15, "from_0": 0.02, "from_128": 0.16}, ["drift by depth"]),
+        # in float32 the rounding before the places says nothing of them: 1.5e7 and 8.3e6 times
+        ({"first_turn": 1e-8, "later_turns": 0.15, "from_0": 6e-8, "from_128": 0.5}, ["drift by depth"]),
+        ({"first_turn": 0.16, "later_turns": 0.02}, []),
+    ],
+)  # fmt: skip
+def test_a_mismatch_is_placed_in_the_first_logs_where_it_is_sharp_and_beyond_rounding(found, names):
+    log = history(placed(found), since=1, steps=4)
+    if found == REAL | {"from_64k": None}:
+        log[1:] = history(placed(REAL), since=1, steps=4)[1:]
+    assert [f.rule.name for f in diagnose(log)] == names
+
+
+def test_the_evidence_names_places_times_and_every_depth():
+    (found,) = diagnose(history(placed(REAL), since=1, steps=3))
+    assert found.evidence == (
+        "sampling/mismatch_from_64k 0.16 nats per token in 3 logs, 8 times sampling/mismatch_from_0 (0.02); by depth "
+        "0.02 from token 1, 0.02 from token 129, 0.02 from token 1,025, 0.09 from token 8,193, 0.16 from token 65,537"
+    )
+    assert (found.rule.name, found.step) == ("drift by depth", 3)
+
+
+@pytest.mark.parametrize("mean", [0.09, 0.25])
+@pytest.mark.parametrize("name", ["drift by turn", "drift by depth"])
+def test_a_mismatch_that_has_a_place_has_no_other_name(name, mean):
+    """At these levels, without a place it would be the sampler's precision or another prompt."""
+    changes = FAULTS[name][0] | level(mean)
+    assert [f.rule.name for f in diagnose(history(changes))] == [name]
+    assert [f.rule.name for f in diagnose(history(level(mean)))] in (["sampler's precision"], ["another prompt"])
+
+
+@pytest.mark.parametrize(("value", "named"), [(0.02, False), (0.12, True)])
+def test_deep_tokens_that_become_uncertain_are_rounded_more(value, named):
+    """In bfloat16; 20 times all earlier mismatches is what entropy makes of rounding, beyond 0.1 it is not."""
+    log = history({"sampling/mismatch_from_0": 1e-3, "sampling/mismatch_from_128": 1e-3}, since=1)
+    for row in log[10:]:
+        row["sampling/mismatch_from_128"] = value
+    assert [f.rule.name for f in diagnose(log)] == ["drift by depth"] * named
+
+
+@pytest.mark.parametrize("place", ["later_turns", "from_128"])
+def test_a_truncated_distribution_is_truncated_at_any_place(place):
+    """Of a first turn that is certain no token is cut; the mismatch of the others is the logarithm of what is kept."""
+    found = placed({"first_turn": 0.01, "from_0": 0.01, place: 0.15}) | {"sampling/bias": 0.0899}
+    assert [f.rule.name for f in diagnose(history(found, since=1, steps=4))] == ["truncated sampling"]
+
+
+@pytest.mark.parametrize("values", [TURNS, DEPTHS])
+def test_a_policy_that_moves_far_from_older_weights_at_a_place_is_not_a_fault_of_the_sampler(values):
+    ages = {"overlap/age": lambda n: float(min(n, 2))}
+    assert not diagnose(history(placed({}) | values | ages, since=2))
+    assert diagnose(history(placed({}) | values, since=2))
 
 
 @pytest.mark.parametrize("value", [None, math.nan, "nan", True, 10**400])

@@ -91,7 +91,10 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("--output", metavar="FILE", help="where to write the recipe (default: the terminal)"),
         Option("--version", metavar="N", default="", help="version of the other project"),
     ),
-    "check": LAUNCH,
+    "check": (
+        *LAUNCH,
+        Option("--probe", action="store_true", help="also train some steps and show what they take; nothing is saved"),
+    ),
     "train": (*LAUNCH, Option("--help-all", action="store_true", help="list all keys of a recipe, by subject")),
     "serve": (
         CONFIG,

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import datasets
 from datasets import Dataset
@@ -41,7 +42,12 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: the recipe has mistakes.
     """
     launch = wanted_launch(options) or Launch()
-    with planned_processes(launch.planned, here=options.num_processes is None):
+    if options.probe:
+        from grpo_ext.commands import probe  # with the trainer, which no other check needs
+
+        probe.check_possible(launch)
+    planned = planned_processes(launch.planned, here=options.num_processes is None)
+    with nullcontext() if options.probe else planned:
         datasets.disable_progress_bars()
         look, before = Look(), len(imported)
         try:
@@ -52,6 +58,9 @@ def run(options: argparse.Namespace) -> int:
         if recipe.training.use_cpu and launch.config and is_fsdp(launch.config):
             raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
         print_sections(plan(recipe, look))
+        if options.probe:
+            probe.check_possible(launch, recipe)
+            print_sections({"Probe": probe.probe(recipe, _estimate(recipe, look))})
         return _check_server(recipe)
 
 
@@ -137,6 +146,11 @@ def _batch(recipe: Recipe, rows: int | None) -> Section:
         ("optimizer steps", steps),
         *([("rollout_ahead", described(c))] if c.rollout_ahead else []),
     ]
+
+
+def _estimate(recipe: Recipe, look: Look) -> int | None:
+    """Return the bytes of a training process by the estimate; None for a policy that is not known."""
+    return None if look.policy.unknown else sum(of_recipe(recipe, look.policy, look.longest_prompt).values())
 
 
 def _memory(recipe: Recipe, look: Look) -> Section:

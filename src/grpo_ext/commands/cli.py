@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 from grpo_ext import __version__
 from grpo_ext.commands.arguments import COMMANDS, overview, parse_command_line
-from grpo_ext.errors import NOT_FINISHED, ConfigError, DataError, NonFiniteError, RewardError, SamplerLost, ServerLost
+from grpo_ext.errors import (
+    NOT_FINISHED,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    RewardError,
+    RolloutDrift,
+    SamplerLost,
+    ServerLost,
+)
 from grpo_ext.registry import did_you_mean
 from grpo_ext.terminal import safe_output
 from grpo_ext.versions import naming_untested
@@ -52,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     except (SamplerLost, ServerLost) as error:
         print(error, file=sys.stderr)
         return NOT_FINISHED
-    except (ConfigError, DataError, NonFiniteError, RewardError, OSError) as error:
+    except (ConfigError, DataError, NonFiniteError, RewardError, RolloutDrift, OSError) as error:
         if name == "train" and isinstance(error, OSError):  # a run that fails keeps its traceback
             raise
         print(error, file=sys.stderr)

@@ -23,6 +23,8 @@ BLOCK = 2**25
 """Logits whose softmax is computed at a time, in float32."""
 CPU_BLOCK = 2**19
 """The same on a CPU: a few rows, which its cache holds."""
+PRODUCT = 2**22
+"""Numbers of a weight's gradient that are computed at a time where it is added up in a wider precision."""
 LEFT_OUT = -1e9
 """Log-probability of a token outside of the set: it has no probability, and no product with it is NaN."""
 
@@ -98,7 +100,7 @@ class LabelledLogProbs(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         head = _head(weight, bias, dtype)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
-        d_weight: Tensor | None = None
+        d_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         d_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
         for rows in _chunks(hidden, weight, dtype):
             logits = whole[0] if whole else nn.functional.linear(hidden[rows].to(dtype), *head)
@@ -118,15 +120,26 @@ class LabelledLogProbs(torch.autograd.Function):
                 d_logits[_within(part, rows)] = grad
             if d_hidden is not None:
                 d_hidden[rows] = (d_logits @ head[0]).to(hidden.dtype)
-            if wants_weight and d_weight is None:
-                d_weight = (d_logits.T @ hidden[rows].to(dtype)).to(exact)
-            elif d_weight is not None and dtype == exact:
-                d_weight.addmm_(d_logits.T, hidden[rows].to(dtype))
-            elif d_weight is not None:
-                d_weight += (d_logits.T @ hidden[rows].to(dtype)).to(exact)
+            if d_weight is not None:
+                _add_product(d_weight, d_logits, hidden[rows].to(dtype))
             del logits, d_logits
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), *[None] * 7
+
+
+def _add_product(
+    total: Float[Tensor, "vocabulary hidden"],
+    left: Float[Tensor, "positions vocabulary"],
+    right: Float[Tensor, "positions hidden"],
+) -> None:
+    """Add left^T right to `total`; a product in 16 bits is added a block at a time, and never there whole."""
+    if total.dtype == left.dtype:
+        total.addmm_(left.T, right)
+        return
+    rows = max(1, PRODUCT // total.shape[1])
+    for first in range(0, len(total), rows):
+        part = slice(first, first + rows)
+        total[part] += left[:, part].T @ right
 
 
 class _Form(NamedTuple):

@@ -21,6 +21,8 @@ class MicroBatch(TypedDict, total=False):
     completion_mask: Tensor
     tool_mask: Tensor
     """1 for tokens that the policy wrote, 0 for those of tools and environments."""
+    later_turns: Tensor
+    """1 for tokens that the policy wrote behind its first turn; of rows with a `tool_mask`, before any rejection."""
     parents: Tensor
     """Index of the token before each token of the completion, for trajectories with rewritten contexts."""
     kept_tokens: list[Tensor]

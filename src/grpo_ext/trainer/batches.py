@@ -23,6 +23,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals, step_totals
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask
 from grpo_ext.rollout.collected import Generated
+from grpo_ext.trainer.diagnosis.places import later_turns
 
 
 def padded(
@@ -53,6 +54,7 @@ def padded(
         batch["sampling_per_token_logps"] = joined([torch.tensor(row) for row in known], 0)
     if made.tool_mask is not None:
         batch["tool_mask"] = joined([torch.tensor(mask) for mask in made.tool_mask], 1)
+        batch["later_turns"] = later_turns(live_mask(batch))
     if ends is not None:
         whole = torch.tensor([ids[-1] in ends for ids in made.completion_ids], device=device)[:, None]
         masks = ("completion_mask", "tool_mask")

@@ -74,6 +74,7 @@ from grpo_ext.trainer.setup import (
     prepare,
     quantized_problems,
     reference_from,
+    widen_trained,
 )
 
 logger = logging.getLogger(__name__)
@@ -184,6 +185,8 @@ class GRPOExtTrainer(Lifecycle):
             played = bool(ready.environments or any(rollouts.values()))
             check_prompts(self, ready.train_dataset, ready.eval_dataset, played=played)
         make_portable(self.model)
+        if args.fp16:
+            widen_trained(self.model)
         self._set_up_reference()
         if ready.environments:
             # a copy: the background may play while TRL tokenizes

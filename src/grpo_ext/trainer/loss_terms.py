@@ -116,7 +116,9 @@ def loss_figures(
         figures["clip_ratio/region_mean"] = low + high, mask
     if as_stock:
         every = torch.ones_like(mask)
-        figures = {name: (x, every if x.shape[1] == 1 else among) for name, (x, among) in figures.items()}
+        for name, (x, among) in figures.items():
+            if x.shape[1] == 1 and among.shape == mask.shape:  # not a slice of one token
+                figures[name] = x, every
     return figures, regions
 
 

@@ -10,6 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, Union
 
+import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import nn
@@ -230,6 +231,16 @@ def reference_from(model: Model, args: GRPOExtConfig, peft_config: object) -> Ab
         return reference
 
     return temporarily(grpo_trainer, create_model_from_path=copy_policy)
+
+
+def widen_trained(model: nn.Module) -> None:
+    """Keep trained weights in float32 that TRL has made bfloat16, as it does with the adapter of a quantized model.
+
+    A run in fp16 is for a GPU without bfloat16, and scales its gradients, which it does in float32.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()
 
 
 def check_trained(args: GRPOExtConfig, train_dataset: object, steps: int) -> None:

@@ -22,15 +22,14 @@ from grpo_ext.objective.ratios import LOG_RATIO_BOUND
 from grpo_ext.packing.micro_batches import live_mask
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.credit import per_completion
+from grpo_ext.trainer.diagnosis.places import DEFINITIONS, MISMATCH, by_place
 from grpo_ext.trainer.diagnosis.rules import Doctor
 
 logger = logging.getLogger(__name__)
 
 FIGURES: dict[str, str] = {
-    "sampling/mismatch": "mean of |log p(sampler) - log p(policy)| over tokens, in nats: 0 but for rounding",
-    "sampling/mismatch_first": "the same over the first third of each completion",
-    "sampling/mismatch_middle": "the same over the second third",
-    "sampling/mismatch_last": "the same over the last third",
+    MISMATCH: "mean of |log p(sampler) - log p(policy)| over tokens, in nats: 0 but for rounding",
+    **DEFINITIONS,
     "sampling/bias": "mean of log p(sampler) - log p(policy): as large as the mismatch where sampling is truncated",
     "sampling/mismatch_kl": "mean of w - 1 - log w over tokens, w = p(policy) / p(sampler): KL(sampler, policy) a "
     "token, in nats; `sampling/bias` estimates the same with more noise",
@@ -64,6 +63,7 @@ ROWS = "recorded"
 DRAWN = "drawn_per_token_logps"
 """Key of the sampler's log-probabilities that only a diagnosis may read: the loss must not build a mask from them."""
 THIRDS = ("first", "middle", "last")
+"""Blocks of layers, as `grad_norm/layers_first`."""
 _LAYER = re.compile(r"\.(\d+)\.")
 _TINY = 1e-12
 
@@ -89,11 +89,7 @@ def token_figures(
     known = computed.bool() & ~sampler.isnan()
     difference = torch.where(known, sampler - policy, 0.0)
     distance = difference.abs()
-    figures["sampling/mismatch"] = distance, known
-    place = mask.cumsum(dim=1)
-    third = torch.where(known, (3 * place - 1) // place[:, -1:].clamp(min=1), -1)
-    for i, name in enumerate(THIRDS):
-        figures[f"sampling/mismatch_{name}"] = distance, third == i
+    figures |= {MISMATCH: (distance, known), **by_place(distance, known, inputs.get("later_turns"))}
     figures["sampling/bias"] = difference, known
     log_ratio = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     figures["sampling/mismatch_kl"] = log_ratio.expm1() - log_ratio, known

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ext.trainer.diagnosis import evidence
+from grpo_ext.trainer.diagnosis import evidence, sampler
+from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,32 @@ RULES: tuple[Rule, ...] = (
         "checkpoint.",
     ),
     Rule(
+        "drift by turn",
+        sampler.by_turn,
+        (FIRST_TURN, LATER_TURNS),
+        f"`{LATER_TURNS}` leaps beyond 4 times `{FIRST_TURN}`",
+        "after the first answer of a tool or an environment, sampler and policy read different tokens, or the "
+        "sampler keeps a cache of other ones",
+        "Compare the ids that the sampler read in the second turn with those of the row: a template that renders "
+        "earlier turns again (thinking removed, other white space) changes them, and a `rollout_func` must return "
+        "what was read. If they are equal, start the server with --no-enable-prefix-caching. With `rollout_ahead` the "
+        "policy may also have moved far in later turns: lower `learning_rate`.",
+    ),
+    Rule(
+        "drift by depth",
+        sampler.by_depth,
+        tuple(DEPTHS)[:2],
+        "the mismatch of the deepest tokens (`sampling/mismatch_from_128`, `_1k`, `_8k` or `_64k`) leaps beyond 4 "
+        "times `sampling/mismatch_from_0`",
+        "far into a completion, sampler and policy compute differently: positions, an attention window, a cache",
+        "Compare the rope scaling, the sliding window and the longest context of both sides. If they are equal, start "
+        "the server without a quantized cache (--kv-cache-dtype auto), with --no-enable-chunked-prefill, or with "
+        "--enforce-eager, one after another. Until it is found, keep `max_completion_length` below that depth. With "
+        "`rollout_ahead` the policy may also have moved far in long completions: lower `learning_rate`.",
+    ),
+    Rule(
         "another prompt",
-        evidence.another_prompt,
+        sampler.another_prompt,
         ("sampling/mismatch",),
         "`sampling/mismatch` leaps beyond 0.2 nats per token",
         "sampler and trainer do not read the same prompt (template, tokenizer), or are not the same model",
@@ -168,7 +193,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "truncated sampling",
-        evidence.truncated,
+        sampler.truncated,
         ("sampling/mismatch", "sampling/bias"),
         "`sampling/mismatch` leaps, and `sampling/bias` is as large",
         "completions are drawn from a truncated distribution, and trained as if they were the policy's own",
@@ -177,7 +202,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stale sampler",
-        evidence.stale,
+        sampler.stale,
         ("sampling/mismatch", "sampling/bias"),
         "`sampling/mismatch` leaps and grows",
         "weights that were pushed did not reach the sampler, or it keeps what earlier ones have made of the prompts",
@@ -187,7 +212,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sampler's precision",
-        evidence.precision,
+        sampler.precision,
         ("sampling/mismatch", "sampling/bias"),
         "`sampling/mismatch` leaps to a level, and is not one-sided",
         "the sampler has the weights in another precision, or computes by other kernels",
@@ -196,7 +221,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "nearly all dropped",
-        evidence.dropped,
+        sampler.dropped,
         ("sampling/kept",),
         "`sampling/kept` stays below 0.1",
         "the correction of the sampler takes nearly the whole gradient, of completions of any length",
@@ -206,7 +231,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "long completions dropped",
-        evidence.loses("long", "short"),
+        sampler.loses("long", "short"),
         ("sampling/kept_short", "sampling/kept_long"),
         "`sampling/kept_long` stays below three quarters of `sampling/kept_short`",
         "the correction of the sampler takes the gradient of long completions: it bounds a product over their tokens, "
@@ -215,7 +240,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "short completions dropped",
-        evidence.loses("short", "long"),
+        sampler.loses("short", "long"),
         ("sampling/kept_short", "sampling/kept_long"),
         "`sampling/kept_short` stays below three quarters of `sampling/kept_long`",
         "the correction of the sampler takes the gradient of short completions: it bounds a mean over their tokens, "

@@ -1,0 +1,53 @@
+"""Places in completions at which sampler and policy are compared: by depth, and by turn.
+
+A sampler does not know where a completion will end, so its faults begin at a depth or at a turn, never at a share of
+the length. Depth is absolute: completions of any length add to the same means.
+"""
+
+import torch
+from torch import Tensor
+
+MISMATCH = "sampling/mismatch"
+DEPTHS: dict[str, tuple[int, int | None]] = {
+    f"{MISMATCH}_from_0": (0, 128),
+    f"{MISMATCH}_from_128": (128, 1024),
+    f"{MISMATCH}_from_1k": (1024, 8192),
+    f"{MISMATCH}_from_8k": (8192, 65536),
+    f"{MISMATCH}_from_64k": (65536, None),
+}
+"""By metric, the slice of a completion's tokens, those of tools and environments included."""
+FIRST_TURN, LATER_TURNS = f"{MISMATCH}_first_turn", f"{MISMATCH}_later_turns"
+DEFINITIONS: dict[str, str] = {
+    **{
+        name: f"the same over tokens {first + 1:,} {f'to {end:,}' if end else 'and deeper'} of each completion"
+        for name, (first, end) in DEPTHS.items()
+    },
+    FIRST_TURN: "the same over the first turn of completions with several turns",
+    LATER_TURNS: "the same over the later turns of these",
+}
+"""Names in the log, with their definitions."""
+
+
+def later_turns(written: Tensor) -> Tensor:
+    """Return 1 for tokens of each row's second and later turns, 0 for all others, [rows, time].
+
+    Args:
+        written: 1 for tokens that the policy wrote. A turn is a run of them.
+    """
+    begins = written.bool()
+    begins = begins & ~torch.nn.functional.pad(begins[:, :-1], (1, 0))
+    return written * (begins.cumsum(dim=1) > 1)
+
+
+def by_place(values: Tensor, known: Tensor, later: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return values and masks of each place, always all of them, so that sums of different batches add up.
+
+    Args:
+        values: of each token, [rows, time].
+        known: tokens that count.
+        later: what `later_turns` returned; None where no row has several turns.
+    """
+    found = {name: (values[:, first:end], known[:, first:end]) for name, (first, end) in DEPTHS.items()}
+    later = torch.zeros_like(known) if later is None else later.bool()
+    several = known & later.any(dim=1, keepdim=True)
+    return found | {FIRST_TURN: (values, several & ~later), LATER_TURNS: (values, several & later)}
