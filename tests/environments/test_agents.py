@@ -1,6 +1,7 @@
 """Agents that call the model over HTTP: real servers, real processes, a scripted policy."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import threading
 import time
 from collections import Counter
 
+import anthropic
 import httpx
 import numpy as np
 import openai
@@ -210,6 +212,50 @@ def test_limits_refuse_requests_and_the_attempt_is_cut(hosts, length, completion
     assert sum(bool(turn.sampled) for turn in made.turns) == turns
 
 
+async def speaks_otherwise(row, client):
+    """By Anthropic's client."""
+    url = str(client.base_url).removesuffix("/v1/")
+    http = anthropic.DefaultAsyncHttpxClient(verify=False)
+    async with anthropic.AsyncAnthropic(base_url=url, api_key=client.api_key, http_client=http) as other:
+        messages = [{"role": "user", "content": "count"}]
+        options = {"model": "m", "max_tokens": 300, "tools": [{"name": "add", "input_schema": {"type": "object"}}]}
+        for k in range(4):
+            if k % 2:
+                async with other.messages.stream(messages=messages, **options) as stream:
+                    answer = await stream.get_final_message()
+            else:
+                answer = await other.messages.create(messages=messages, **options)
+            calls = [block for block in answer.content if block.type == "tool_use"]
+            assert (answer.stop_reason == "tool_use") is bool(calls)
+            results = [{"type": "tool_result", "tool_use_id": call.id, "content": "3"} for call in calls]
+            blocks = [block.model_dump(exclude_none=True) for block in answer.content]
+            messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": results or "on"}]
+        with contextlib.suppress(anthropic.BadRequestError):
+            await other.messages.create(messages=messages, **options, tool_choice={"type": "any"})
+            raise AssertionError
+    return 1.0
+
+
+class Calls(Random):
+    """Calls a tool in every other turn."""
+
+    def generate(self, asked):
+        made, found = speakers.tokenizer(), []
+        for one in asked:
+            turns = self.seen.setdefault(one.attempt, [])
+            text = "ab<|im_end|>" if len(turns) % 2 else speakers.called("add", number=1)
+            turns.append((one.context, made(text, add_special_tokens=False)["input_ids"]))
+            found.append((one, Sample(turns[-1][1], None)))
+        return found
+
+
+def test_anthropics_messages_are_turns_too(hosts):
+    [(made, figures)], engine = run_with_tools(hosts, tasks(spec(speaks_otherwise), [{}]), Calls())
+    assert made.failure is None
+    assert [(turn.context, turn.sampled) for turn in made.turns] == engine.seen[0]
+    assert (figures.turns, figures.calls, len(made.rows())) == (4, 2, 1)
+
+
 # Random agents with tools, over HTTP.
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]
@@ -276,9 +322,9 @@ def way(tree, turn):
     return tree.prompt[: len(tree.prompt) + 1 + place] + found[::-1]
 
 
-def test_each_sampled_id_is_trained_once_where_it_was_sampled(hosts):
+def run_with_tools(hosts, todo, engine):
     tokenizer = speakers.tokenizer()
-    reader, engine = reader_of(tokenizer), Speaker(tokenizer)
+    reader = reader_of(tokenizer)
 
     def parsed(ids, context, tools):
         try:
@@ -290,8 +336,12 @@ def test_each_sampled_id_is_trained_once_where_it_was_sampled(hosts):
 
     ends = frozenset([tokenizer.eos_token_id])
     limits = AttemptLimits(completion=20_000, counts_all=True, context=None, ends=ends)
-    todo = [Task(spec(wanders), {"place": i}, speakers.ASKED, None, i) for i in range(EPISODES)]
-    made = Attempts(engine, hosts, Renderer(tokenizer, {}), parsed, limits).run(todo)
+    return Attempts(engine, hosts, Renderer(tokenizer, {}), parsed, limits).run(todo), engine
+
+
+def test_each_sampled_id_is_trained_once_where_it_was_sampled(hosts):
+    todo = tasks(spec(wanders), [{"place": i} for i in range(EPISODES)])
+    made, engine = run_with_tools(hosts, todo, Speaker(speakers.tokenizer()))
     branches = Counter()
     for number, (trajectory, _) in enumerate(made):
         assert trajectory.failure is None

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_ext.environments.agents import stop_at
-from grpo_ext.environments.endpoint import chat
+from grpo_ext.environments.endpoint import chat, messages
 from grpo_ext.environments.endpoint.history import Finished, continued, key_of
 from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply
 from grpo_ext.environments.library.command import filled
@@ -21,7 +21,7 @@ def parsed(**body):
 
 
 def test_a_request_as_a_template_takes_it():
-    messages = [
+    given = [
         {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
         USER,
         {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
@@ -30,7 +30,7 @@ def test_a_request_as_a_template_takes_it():
     function = {"name": "add", "parameters": {}}
     options = {"stream_options": {"include_usage": True}, "tool_choice": "auto", "temperature": 0.5, "seed": None}
     found = parsed(
-        messages=messages, tools=[{"type": "function", "function": function}], n=2, max_tokens=7, stop="x", **options
+        messages=given, tools=[{"type": "function", "function": function}], n=2, max_tokens=7, stop="x", **options
     )
     assert found == ChatRequest(
         messages=[
@@ -142,6 +142,55 @@ def test_a_stream_in_the_form_of_openai():
     assert last["choices"] == [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]
     assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 16)
     assert first["object"] == "chat.completion.chunk"
+
+
+def test_a_request_in_the_form_of_anthropic():
+    blocks = [
+        {"type": "thinking", "thinking": "1+2", "signature": ""},
+        {"type": "text", "text": "I add"},
+        {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1, "b": 2}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "3"}]}
+    body = {
+        "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            USER,
+            {"role": "assistant", "content": blocks},
+            {"role": "user", "content": [{"type": "text", "text": "so?"}, result]},
+        ],
+        "max_tokens": 9,
+        "stop_sequences": ["x"],
+        "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+    }
+    assert messages.parse(json.dumps(body).encode()) == ChatRequest(
+        messages=[
+            {"role": "system", "content": "be brief"},
+            USER,
+            {"role": "assistant", "content": "I add", "reasoning_content": "1+2", "tool_calls": [PLUS]},
+            {"role": "tool", "content": "3", "name": "add"},
+            {"role": "user", "content": "so?"},
+        ],
+        tools=[{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}],
+        limit=9,
+        stop=("x",),
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": []},
+        {"messages": [{"role": "tool", "content": "a"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]},
+        {"tool_choice": {"type": "any"}},
+        {"tools": [{"type": "web_search"}]},
+    ],
+)
+def test_what_anthropics_form_may_not_ask_is_refused(body):
+    with pytest.raises(Refused) as refused:
+        messages.parse(json.dumps({"messages": [USER], **body}).encode())
+    assert messages.error(refused.value)["error"]["type"] == "invalid_request_error"
 
 
 # The match.

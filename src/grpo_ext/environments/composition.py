@@ -158,6 +158,8 @@ def _parse_entry(place: str, entry: str | type | FunctionType | Mapping[str, Any
     problems += unknown
     if target is not None:
         problems += _class_problems(place, target, kwargs)
+    if is_agent(target) and tools:
+        problems.append(Problem(f"{place}.tools", ABSENT, "an agent brings its own tools", "Remove them."))
     if not unknown:
         problems += tool_problems(f"{place}.tools", target, functions_of(functions))
         if has_tools(target) and not methods_of(target) and not tools:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from grpo_ext.environments.endpoint import chat
+from grpo_ext.environments.endpoint import chat, messages
 from grpo_ext.environments.endpoint.requests import ChatRequest, PendingRequest, Refused, Reply
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ LARGEST = 2**24
 _CLOSING_SECONDS = 5.0
 _IDLE_SECONDS = 600
 """For which an agent's connection stays open between two requests."""
-DIALECTS = {"chat/completions": chat}
+DIALECTS = {"chat/completions": chat, "messages": messages}
 """Modules that convert a dialect's bodies to requests, and replies to its answers and events, by path."""
 
 
