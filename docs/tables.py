@@ -383,6 +383,30 @@ def probes_table() -> str:
     return table(("recipe", "runs", "foretold step", "measured step", "foretold / measured"), found)
 
 
+def agents_table() -> str:
+    """Return a table of agents that were trained as they are."""
+    lines = (RESULTS / "real_agents.jsonl").read_text().splitlines()
+    rows = []
+    for run in map(json.loads, lines):
+        attempts = run["attempts"]
+        played = [one for one in attempts if not one["failure"]]
+        read = [tokens for one in played for tokens in one["read"]]
+        paid = [one["reward"] for one in played if one["reward"] is not None]
+        cells = (
+            str(run["steps"]),
+            f"{len(attempts) - len(played)} of {len(attempts)}",
+            f"{mean(one['turns'] for one in played):.1f}",
+            f"{mean(one['contexts'] for one in played):.1f}",
+            f"{min(read):,} to {max(read):,}",
+            f"{sum(one['sampled'] for one in played):,}",
+            "yes" if all(one["same"] for one in played) else "no",
+            f"{sum(paid):.0f} of {len(paid)}",
+        )
+        rows.append((run["agent"], run["version"], run["dialect"], *cells))
+    columns = ("steps", "lost attempts", "turns", "contexts", "tokens read by a turn", "tokens sampled")
+    return table(("agent", "version", "dialect", *columns, "all trained, as sampled", "paid"), rows)
+
+
 def token_limits_table() -> str:
     """Return a table of the peaks of a ragged step, by rows and by tokens of its micro-batches."""
     rows = [
@@ -556,6 +580,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampler_training": sampler_training_table,
     "memory_estimates": memory_estimates_table,
     "probes": probes_table,
+    "agents": agents_table,
     "token_limits": token_limits_table,
     "gpu": gpu_table,
     "census": census_table,

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,17 @@ import torch
 from grpo_ext import GRPOExtConfig
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.losses import find
+from grpo_ext.quickstart.model import LESSONS, ensure_model
+from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rewards.composition import parse_rewards
+from grpo_ext.train import train
 from support.processes import run_forked
 from support.tiny import FEW
 
 ROOT = Path(__file__).parent.parent
 HERE = {"custom_environment": ("--environments", '[{"path": "custom_environment:AskAgain", "isolate": false}]')}
 """What runs in the trainer's process here, as rewards do: each process of theirs would import the trainer."""
-NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+NAMES = sorted(path.stem for path in (ROOT / "examples").glob("custom_*.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +43,22 @@ def test_runs_as_a_script(name, quickstart_model, tmp_path):
     assert "rewards/accuracy/mean" not in said  # the dict of all figures is in the file
     rows = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if "reward" in row] == [1]
+
+
+@pytest.mark.slow
+def test_the_agent_trains_as_it_is(tmp_path):
+    lines = (ROOT / "examples" / "agent.py").read_text().splitlines()
+    assert len(lines) < 40
+    options = {"run": [sys.executable, str(ROOT / "examples" / "agent.py"), "{solution}"]}
+    entries = json.dumps([{"name": "command", "max_turns": 5, "kwargs": options}])
+    few = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 1, "eval_strategy": "no"}
+    warm = ensure_model(0, tmp_path / "cache", steps=2, lesson=LESSONS["quickstart/guess"])
+    few |= {"save_strategy": "no", "output_dir": tmp_path, "environments": entries, "model_name_or_path": warm}
+    words = [word for name, value in few.items() for word in (f"--{name}", str(value))]
+    [log, *_] = train(load_recipe(["--config", "quickstart/agent", *words])).state.log_history
+    assert log["environments/command/failed"] == 0
+    assert 1 <= log["environments/command/turns"] <= 5
+    assert log["rewards/environment/mean"] in (0, 0.25, 0.5, 0.75, 1)
 
 
 def test_the_loss_from_a_recipe():

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.environments.library.command import Command
+from grpo_ext.environments.protocol import AgentTask
 from grpo_ext.errors import ConfigError
 from support import tiny
 
@@ -81,6 +83,20 @@ def test_a_program_is_trained_and_its_key_is_in_no_file(tmp_path, monkeypatch):
     texts = [path.read_bytes() for path in Path(tmp_path).rglob("*") if path.is_file()]
     assert texts
     assert not any(key.encode() in text for key in keys for text in texts)
+
+
+def test_a_command_knows_its_folder_and_its_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    script = 'cd / && cat "$HOME/deep/note" > "$1/seen" && [ "$OPENAI_BASE_URL" = http://127.0.0.1:1/1/v1 ]'
+    made = Command(
+        run=["sh", "-c", script, "sh", "{folder}"],
+        test=["grep", "-x", "17 {braces}", "{folder}/seen"],
+        env={"HOME": "{folder}"},
+        files={"deep/note": "{n} {braces}"},
+    )
+    assert made.run(AgentTask({"n": 17}, "http://127.0.0.1:1/1", "key")) == 1.0
+    assert made.output == "17 {braces}"
+    assert [path.parent.parent for path in tmp_path.rglob("seen")] == [tmp_path]
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ class CommandFailed(RuntimeError):
 class Command(Agent):
     """Run a program in a folder of its own, with OPENAI_BASE_URL and OPENAI_API_KEY of its attempt.
 
-    In `run` and `test`, `{prompt}` is the text of the prompt's last message, `{column}` the row's column. `reward` is
-    "exit" (1 if `test`, or without it the program, ends with status 0, else 0), "file" (the number in `reward_file`)
-    or "none". `files` are written into the folder first.
+    In `run`, `test`, `env` and `files`, `{prompt}` is the text of the prompt's last message, `{column}` the row's
+    column, `{folder}` the folder. `reward` is "exit" (1 if `test`, or without it the program, ends with status 0, else
+    0), "file" (the number in `reward_file`) or "none". `files` are written into the folder first.
     """
 
     def __init__(
@@ -69,25 +69,21 @@ class Command(Agent):
     def run(self, task: AgentTask) -> float | None:
         """Run the program, then the test; return the reward."""
         folder = Path(tempfile.mkdtemp())
+        row = {**task.row, "folder": str(folder)}
+        own = {name: filled(value, row) for name, value in self._env.items()}
         for name, text in self._files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(filled(text, task.row))
-        status = self._status(self._run, task, folder, self._variables(task))
+            (folder / name).write_text(filled(text, row))
+        status = self._status(self._run, row, folder, {**model_variables(task), **own})
         if status and self._reward == "none":
             raise CommandFailed(f"{self._run[0]} ended with exit status {status}. {self.output}")
         if self._test:
-            status = self._status(self._test, task, folder, dict(self._env))
+            status = self._status(self._test, row, folder, own)
         if self._reward == "exit":
             return float(status == 0)
         return self._number(folder) if self._reward == "file" else None
 
-    def _variables(self, task: AgentTask) -> dict[str, str]:
-        """Return the variables by which clients find the model."""
-        addresses = {"OPENAI_BASE_URL": f"{task.url}/v1", "ANTHROPIC_BASE_URL": task.url}
-        keys = {"OPENAI_API_KEY": task.key, "ANTHROPIC_API_KEY": task.key}
-        return {**addresses, **keys, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **self._env}
-
-    def _status(self, command: Sequence[str], task: AgentTask, folder: Path, variables: Mapping[str, str]) -> int:
+    def _status(self, command: Sequence[str], row: Mapping[str, Any], folder: Path, own: Mapping[str, str]) -> int:
         """Run a command to its end. Return its exit status.
 
         Raises:
@@ -96,13 +92,13 @@ class Command(Agent):
         inherited = {
             name: value for name, value in os.environ.items() if name != "PYTHONPATH"
         }  # ours, not the agent's
-        arguments = [filled(part, task.row) for part in command]
+        arguments = [filled(part, row) for part in command]
         with tempfile.TemporaryFile() as log:
             try:
                 done = subprocess.run(
                     arguments,
                     cwd=folder,
-                    env={**inherited, **variables},
+                    env={**inherited, **own},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -124,6 +120,13 @@ class Command(Agent):
                 return float(file.read(1000))
         except (OSError, ValueError) as error:
             raise CommandFailed(f"no number in reward_file={self._file} ({error}). {self.output}") from None
+
+
+def model_variables(task: AgentTask) -> dict[str, str]:
+    """Return the variables by which clients find the model."""
+    addresses = {"OPENAI_BASE_URL": f"{task.url}/v1", "ANTHROPIC_BASE_URL": task.url}
+    keys = {"OPENAI_API_KEY": task.key, "ANTHROPIC_API_KEY": task.key}
+    return {**addresses, **keys, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 def filled(text: str, row: Mapping[str, Any]) -> str:
