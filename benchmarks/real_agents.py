@@ -4,6 +4,7 @@ FOLDER holds what is installed before, each in a folder of its own, with the ver
 
     npm install --prefix FOLDER/opencode opencode-ai@1.18.33
     npm install --prefix FOLDER/claude @anthropic-ai/claude-code@2.1.332
+    npm install --prefix FOLDER/codex @openai/codex@0.171.0
     python -m venv FOLDER/mini && FOLDER/mini/bin/pip install mini-swe-agent
     python -m venv FOLDER/smol && FOLDER/smol/bin/pip install smolagents openai
 
@@ -73,6 +74,18 @@ OPENCODE = {
         }
     },
 }
+CODEX = """
+model = "policy"
+model_provider = "policy"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+
+[model_providers.policy]
+name = "policy"
+base_url = "{url}"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+"""
 SMOL = """
 import os
 import sys
@@ -103,10 +116,18 @@ AGENTS = {
         "messages, streamed",
         [
             *("{agents}/claude/node_modules/.bin/claude", "-p", "{prompt}", "--model", "policy"),
-            *("--dangerously-skip-permissions", "--max-turns", "5"),
+            *("--allowedTools", "Bash", "--max-turns", "5"),
         ],
         [call("Bash", command=TOUCH, description="Create the file"), "Done."],
-        {"HOME": "{folder}", "IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        {"HOME": "{folder}", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+    ),
+    "Codex": Agent(
+        ["{agents}/codex/node_modules/.bin/codex", "--version"],
+        "responses, streamed",
+        ["{agents}/codex/node_modules/.bin/codex", "exec", "--skip-git-repo-check", "{prompt}"],
+        [call("exec_command", cmd=TOUCH), "Done."],
+        {"HOME": "{folder}", "CODEX_HOME": "{folder}/.codex"},
+        {".codex/config.toml": CODEX},
     ),
     "smolagents": Agent(
         ["{agents}/smol/bin/pip", "show", "smolagents"],
@@ -226,7 +247,7 @@ def trained(agent: Agent, agents: Path, steps: int, folder: str) -> Recorder:
         disable_tqdm=True,
     )
     rows = [{"prompt": [{"role": "user", "content": TASK}]}] * steps
-    entry = {"name": "command", "kwargs": options, "max_turns": 8, "turn_timeout": 600}
+    entry = {"name": "command", "kwargs": options, "max_turns": 8, "turn_timeout": 1800}
     model = policy_of(tokenizer, agent.says)
     trainer = Recorder(model, None, args, rows, processing_class=tokenizer, environments=[entry])
     trainer.train()

@@ -87,15 +87,21 @@ def test_a_program_is_trained_and_its_key_is_in_no_file(tmp_path, monkeypatch):
 
 def test_a_command_knows_its_folder_and_its_row(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    script = 'cd / && cat "$HOME/deep/note" > "$1/seen" && [ "$OPENAI_BASE_URL" = http://127.0.0.1:1/1/v1 ]'
+    program = """
+import os, sys
+folder = sys.argv[1]
+assert os.environ["PWD"] == os.getcwd() == folder
+assert os.environ["OPENAI_BASE_URL"] == "http://127.0.0.1:1/1/v1"
+open("seen", "w").write(open(os.environ["HOME"] + "/deep/note").read())
+"""
     made = Command(
-        run=["sh", "-c", script, "sh", "{folder}"],
-        test=["grep", "-x", "17 {braces}", "{folder}/seen"],
+        run=[sys.executable, "-c", program, "{folder}"],
+        test=["grep", "-x", "17 {braces} {url}", "{folder}/seen"],
         env={"HOME": "{folder}"},
-        files={"deep/note": "{n} {braces}"},
+        files={"deep/note": "{n} {braces} {url}"},
     )
     assert made.run(AgentTask({"n": 17}, "http://127.0.0.1:1/1", "key")) == 1.0
-    assert made.output == "17 {braces}"
+    assert made.output == "17 {braces} http://127.0.0.1:1/1/v1"
     assert [path.parent.parent for path in tmp_path.rglob("seen")] == [tmp_path]
 
 

@@ -27,8 +27,9 @@ class Command(Agent):
     """Run a program in a folder of its own, with OPENAI_BASE_URL and OPENAI_API_KEY of its attempt.
 
     In `run`, `test`, `env` and `files`, `{prompt}` is the text of the prompt's last message, `{column}` the row's
-    column, `{folder}` the folder. `reward` is "exit" (1 if `test`, or without it the program, ends with status 0, else
-    0), "file" (the number in `reward_file`) or "none". `files` are written into the folder first.
+    column, `{folder}` the folder and `{url}` OPENAI_BASE_URL. `reward` is "exit" (1 if `test`, or without it the
+    program, ends with status 0, else 0), "file" (the number in `reward_file`) or "none". `files` are written into the
+    folder first.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Command(Agent):
     def run(self, task: AgentTask) -> float | None:
         """Run the program, then the test; return the reward."""
         folder = Path(tempfile.mkdtemp())
-        row = {**task.row, "folder": str(folder)}
+        row = {**task.row, "folder": str(folder), "url": f"{task.url}/v1"}
         own = {name: filled(value, row) for name, value in self._env.items()}
         for name, text in self._files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -89,9 +90,8 @@ class Command(Agent):
         Raises:
             CommandFailed: it cannot be started, or a signal ended it.
         """
-        inherited = {
-            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-        }  # ours, not the agent's
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # that is ours
+        inherited["PWD"] = str(folder)  # which some programs trust more than their working directory
         arguments = [filled(part, row) for part in command]
         with tempfile.TemporaryFile() as log:
             try:
