@@ -236,6 +236,29 @@ async def speaks_otherwise(row, client):
     return 1.0
 
 
+async def responds(row, client):
+    """By OpenAI's responses."""
+    add = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+    items = [{"role": "user", "content": "count"}]
+    for k in range(4):
+        options = {"model": "m", "input": items, "tools": [add], "instructions": "be brief", "store": False}
+        if k % 2:
+            async with client.responses.stream(**options) as stream:
+                answer = await stream.get_final_response()
+        else:
+            answer = await client.responses.create(**options)
+        calls = [item for item in answer.output if item.type == "function_call"]
+        assert answer.status == "completed"
+        assert bool(answer.output_text) or calls
+        items += [item.model_dump(exclude_none=True) for item in answer.output]
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+        items += [] if calls else [{"role": "user", "content": "on"}]
+    with contextlib.suppress(openai.BadRequestError):
+        await client.responses.create(model="m", input="on", previous_response_id=answer.id)
+        raise AssertionError
+    return 1.0
+
+
 class Calls(Random):
     """Calls a tool in every other turn."""
 
@@ -249,8 +272,9 @@ class Calls(Random):
         return found
 
 
-def test_anthropics_messages_are_turns_too(hosts):
-    [(made, figures)], engine = run_with_tools(hosts, tasks(spec(speaks_otherwise), [{}]), Calls())
+@pytest.mark.parametrize("agent", [speaks_otherwise, responds])
+def test_requests_of_other_dialects_are_turns_too(hosts, agent):
+    [(made, figures)], engine = run_with_tools(hosts, tasks(spec(agent), [{}]), Calls())
     assert made.failure is None
     assert [(turn.context, turn.sampled) for turn in made.turns] == engine.seen[0]
     assert (figures.turns, figures.calls, len(made.rows())) == (4, 2, 1)

@@ -47,7 +47,7 @@ class Agents:
             return
         self._endpoint.shut(attempt.line)
         self._attempts.pop(attempt.line.number, None)
-        attempt.messages = attempt.dialogue.messages
+        attempt.messages, attempt.branches = attempt.dialogue.messages, attempt.dialogue.branches
         attempt.opening = attempt.dialogue.opening or attempt.opening
 
     def close(self) -> None:

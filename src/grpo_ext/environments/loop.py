@@ -309,5 +309,6 @@ class Attempts:
         turns = attempt.turns or [Turn(context.ids, [], None, self.engine.version)]
         name = attempt.task.spec.name
         messages = attempt.messages or [{"role": "assistant", "content": ""}]
-        trajectory = Trajectory(turns, reward, attempt.truncated, failure, name, messages, attempt.opening)
+        seen = (name, messages, attempt.opening, attempt.branches)
+        trajectory = Trajectory(turns, reward, attempt.truncated, failure, *seen)
         self._done[attempt.number] = trajectory, attempt.figures

@@ -24,8 +24,8 @@ from grpo_ext.environments.loop import Attempts, TurnEngine
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
+from grpo_ext.objective.trajectory import BRANCHES, Trajectory
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
-from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.rollout.seeds import AttemptId
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,9 @@ class Acting:
             "failure": [trajectory.failure for trajectory in made],
         }
         names = {"environment_name": [trajectory.environment for trajectory in made]}
-        return found | (names if len(self.specs) > 1 else {})
+        branches = {BRANCHES: [trajectory.branches for trajectory in made]}
+        agents = any(spec.is_agent for spec in self.specs.values())
+        return found | (names if len(self.specs) > 1 else {}) | (branches if agents else {})
 
     def paid(self, made: Trajectory, *, weighted: bool = True) -> float | None:
         """Return the whole reward of a trajectory; None where it is lost, or its environment has none."""

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_ext.bounded import parse_json
@@ -51,25 +51,32 @@ def parse(body: bytes) -> ChatRequest:
         Refused: it is malformed, or asks for what the policy's sampler cannot do.
     """
     given = mapping_of(body)
-    for name, refuses in _NOT_OBEYED.items():
-        if name in given and refuses(given[name]):
-            reason = "the policy samples freely, as it is trained; remove the setting"
-            raise Refused(
-                f"{name}={json.dumps(given[name])[:100]} is not supported: {reason}", "unsupported_parameter"
-            )
-    stop = given.get("stop") or []
+    require_free(given, _NOT_OBEYED)
     return ChatRequest(
         messages=messages_of(given.get("messages")),
         tools=tools_of(given.get("tools")) if given.get("tool_choice") != "none" else None,
         choices=count(given, "n", 1, _MOST_CHOICES) or 1,
         limit=count(given, "max_completion_tokens") or count(given, "max_tokens"),
-        stop=stops_of(stop),
+        stop=stops_of(given.get("stop") or []),
         logprobs=given.get("logprobs") is True,
         stream=given.get("stream") is True,
         usage=isinstance(options := given.get("stream_options"), dict) and options.get("include_usage") is True,
         model=str(given.get("model", "policy")),
         sampling={name: given[name] for name in SAMPLING if name in given},
     )
+
+
+def require_free(given: Mapping[str, Any], tests: Mapping[str, Callable[[Any], bool]]) -> None:
+    """Check that a request leaves the policy free to sample as it is trained.
+
+    Raises:
+        Refused: one of the tests is true of a setting.
+    """
+    for name, refuses in tests.items():
+        if name in given and refuses(given[name]):
+            reason = "the policy samples freely, as it is trained. Remove the setting."
+            value = json.dumps(given[name])[:100]
+            raise Refused(f"{name}={value} is not supported: {reason}", "unsupported_parameter")
 
 
 def count(given: dict[str, Any], name: str, least: int = 1, most: int = 2**31) -> int | None:
@@ -108,7 +115,7 @@ def tools_of(tools: object) -> list[dict[str, Any]] | None:
         [tool.get("function") if isinstance(tool, dict) else None for tool in tools] if isinstance(tools, list) else []
     )
     if not found or not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in found):
-        raise Refused("tools is not a list of {type: function, function: {name, parameters}}", "invalid_value")
+        raise Refused("tools is not a list of functions with a name", "invalid_value")
     return [{"type": "function", "function": function} for function in found]
 
 
@@ -156,7 +163,7 @@ def document(request: ChatRequest, replies: Sequence[Reply], number: int) -> dic
     choices = [
         {
             "index": i,
-            "message": {"role": "assistant", **_message_of(reply, f"{number}_{i}"), "refusal": None},
+            "message": {"role": "assistant", **message_of(reply, f"{number}_{i}"), "refusal": None},
             "finish_reason": reply.finish,
             "logprobs": _logprobs(reply),
         }
@@ -169,7 +176,7 @@ def events(request: ChatRequest, replies: Sequence[Reply], number: int) -> Itera
     """Yield the answer as server-sent events."""
     head = _head(request, number, "chat.completion.chunk")
     for i, reply in enumerate(replies):
-        message = {"role": "assistant", **_message_of(reply, f"{number}_{i}")}
+        message = {"role": "assistant", **message_of(reply, f"{number}_{i}")}
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
         choice = {"index": i, "delta": message, "logprobs": _logprobs(reply), "finish_reason": None}
@@ -190,7 +197,8 @@ def _head(request: ChatRequest, number: int, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _message_of(reply: Reply, number: str) -> dict[str, Any]:
+def message_of(reply: Reply, number: str) -> dict[str, Any]:
+    """Return an answer as a message; `number` makes the ids of its calls."""
     calls = reply.message.get("tool_calls") or []
     found: dict[str, Any] = {"content": reply.message.get("content") or (None if calls else "")}
     if thinking := thinking_of(reply.message):
@@ -213,18 +221,20 @@ def _function(function: dict[str, Any]) -> dict[str, str]:
 
 
 def _logprobs(reply: Reply) -> dict[str, Any] | None:
-    if reply.logprobs is None:
-        return None
-    content = [
+    return None if reply.logprobs is None else {"content": logprobs_of(reply), "refusal": None}
+
+
+def logprobs_of(reply: Reply) -> list[dict[str, Any]]:
+    """Return the log-probabilities of an answer's tokens."""
+    return [
         {
             "token": text,
             "bytes": list(text.encode()),
             "logprob": -9999.0 if value is None else value,
             "top_logprobs": [],
         }
-        for text, value in reply.logprobs
+        for text, value in reply.logprobs or ()
     ]
-    return {"content": content, "refusal": None}
 
 
 def _usage(replies: Sequence[Reply]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from grpo_ext.environments.endpoint import chat, messages
+from grpo_ext.environments.endpoint import chat, messages, responses
 from grpo_ext.environments.endpoint.requests import ChatRequest, PendingRequest, Refused, Reply
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ LARGEST = 2**24
 _CLOSING_SECONDS = 5.0
 _IDLE_SECONDS = 600
 """For which an agent's connection stays open between two requests."""
-DIALECTS = {"chat/completions": chat, "messages": messages}
+DIALECTS = {"chat/completions": chat, "messages": messages, "responses": responses}
 """Modules that convert a dialect's bodies to requests, and replies to its answers and events, by path."""
 
 
@@ -154,7 +154,7 @@ class Endpoint:
         try:
             line = self._line(request)
             chat_request = dialect.parse(await _body(request))
-            self._tell(chat_request.sampling)
+            self._tell(chat_request)
             replies = await self._replies(line, chat_request)
         except Refused as refused:
             return _json(dialect.error(refused), refused.status)
@@ -212,14 +212,16 @@ class Endpoint:
             raise result
         return result
 
-    def _tell(self, sampling: Mapping[str, Any]) -> None:
-        """Log once for each setting that the recipe's value holds."""
-        for name, value in sampling.items():
-            own = self._sampling.get(name)
-            if name not in self._told and value != own:
-                self._told.add(name)
-                reason = "since the policy is trained as it samples"
-                logger.warning(f"agents ask for {name}={value!r:.50}; the recipe's {own!r} holds, {reason}.")
+    def _tell(self, request: ChatRequest) -> None:
+        """Log once what a request names in vain: settings of sampling, and tools of the dialect's own service."""
+        others = {name: value for name, value in request.sampling.items() if value != self._sampling.get(name)}
+        for name in {*others, *request.left_out} - self._told:
+            self._told.add(name)
+            if name in others:
+                text = f"{name}={others[name]!r:.50}; the recipe's {self._sampling.get(name)!r} holds"
+                logger.warning(f"agents ask for {text}, since the policy is trained as it samples.")
+            else:
+                logger.warning(f"agents offer a tool of type {name:.50}, which runs nowhere here; it is left out.")
 
 
 def _ended() -> Refused:
