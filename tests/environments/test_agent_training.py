@@ -7,7 +7,7 @@ import pytest
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import ConfigError
-from support import tiny
+from support import agents, tiny
 
 AGENT = """
 import sys
@@ -61,12 +61,29 @@ def check(made, name, version=1):
     assert log["rewards/environment/mean"] == pytest.approx(log[f"environments/{name}/reward"], abs=1e-6)
 
 
-@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])  # which starts a process
-def test_a_function_by_path_is_trained(tmp_path, ahead):
+@pytest.mark.parametrize(
+    ("engine", "ahead"),
+    [
+        ("transformers", 0),
+        pytest.param("process", 0, marks=pytest.mark.slow),  # which starts a process
+        pytest.param("process", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_function_by_path_is_trained(engine, ahead, tmp_path):
     (tmp_path / "my_agent.py").write_text(FUNCTION)
     entry = {"path": f"{tmp_path}/my_agent.py:agent", "kwargs": {"most": 2.0}}
-    settings = {"rollout_engine": "process", "rollout_ahead": 1} if ahead else {}
+    settings = {"rollout_engine": engine, "rollout_ahead": ahead} if engine == "process" else {}
     check(trained(tmp_path / "run", entry, **settings), "agent", version=1 - ahead)
+
+
+def test_the_table_of_completions_has_the_branches(tmp_path):
+    entry = {"path": f"{agents.__file__}:branches"}
+    made = trained(tmp_path, entry, max_steps=1, log_completions=True, num_completions_to_print=0)
+    shown = list(made._logs["extra"]["branches"])
+    assert len(shown) == len(made.attempts)
+    for text, attempt in zip(shown, made.attempts, strict=True):
+        assert text == attempt.branches
+        assert "--- branch 1: after message 0 of prompt and completion ---\n\n[user]\nsub:" in text
 
 
 @pytest.mark.slow  # each attempt imports the client

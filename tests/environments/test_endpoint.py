@@ -86,8 +86,8 @@ def test_what_is_malformed_or_cannot_be_obeyed_is_refused(body):
 
 
 REPLIES = [
-    Reply({"role": "assistant", "content": "", "tool_calls": [PLUS]}, "tool_calls", 11, 5),
-    Reply({"role": "assistant", "content": "3", "thinking": "1+2"}, "stop", 11, 2, [("3", -0.5), ("<eos>", None)]),
+    Reply("", "", [("add", {"a": 1, "b": 2})], "tool_calls", 11, 5),
+    Reply("3", "1+2", [], "stop", 11, 2, [("3", -0.5), ("<eos>", None)]),
 ]
 
 
@@ -170,7 +170,7 @@ def test_a_request_in_the_form_of_anthropic():
             {"role": "tool", "content": "3", "name": "add"},
             {"role": "user", "content": "so?"},
         ],
-        tools=[{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}],
+        tools=[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
         left_out=("web_search_20250305",),
         limit=9,
         stop=("x",),
@@ -266,8 +266,7 @@ def test_what_a_response_may_not_ask_is_refused(body):
 
 
 def test_a_response_and_its_stream():
-    message = {"role": "assistant", "content": "I add", "thinking": "1+2", "tool_calls": [PLUS]}
-    replies = [Reply(message, "tool_calls", 11, 5, [("I add", -0.5)])]
+    replies = [Reply("I add", "1+2", [("add", {"a": 1, "b": 2})], "tool_calls", 11, 5, [("I add", -0.5)])]
     found = responses.document(ChatRequest([USER], model="m"), replies, 4)
     thinking, text, call = found["output"]
     assert (found["id"], found["status"], found["model"]) == ("resp_4", "completed", "m")
@@ -294,7 +293,7 @@ def test_a_response_and_its_stream():
 
 
 def test_a_response_that_is_cut():
-    reply = Reply({"role": "assistant", "content": "3"}, "length", 11, 5)
+    reply = Reply("3", "", [], "length", 11, 5)
     found = responses.document(ChatRequest([USER]), [reply], 4)
     assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert list(responses.events(ChatRequest([USER]), [reply], 4))[-1].startswith("event: response.incomplete\n")

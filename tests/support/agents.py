@@ -19,6 +19,12 @@ async def three_turns(row, client):
     return float(len(messages))
 
 
+async def pays(row, client, reward):
+    """Ask once; the reward is an option."""
+    await client.chat.completions.create(model="policy", messages=GO)
+    return reward
+
+
 async def branches(row, client):
     """Ask twice, take the second turn back, ask a sub-agent, and go on; the reward is the number of letters."""
     messages, said = list(row["prompt"]), []
@@ -36,7 +42,7 @@ async def branches(row, client):
 
 FAULTS = {
     "is killed": "died: it was killed by SIGKILL",
-    "is killed while it waits": "died: it was killed by SIGKILL",
+    "is killed while it waits": "died: it was killed by SIGALRM",
     "is killed in the middle of a stream": "died: it was killed by SIGKILL",
     "exits": "died: it ended with exit code 3",
     "hangs": "timeout: it did not answer within 3 s",
@@ -66,8 +72,7 @@ async def faulty(row, client):
         if fault == "sends what is no JSON":
             raise RuntimeError((await plain.post(url, headers=headers, content="{")).text)
         if fault == "is killed while it waits":
-            signal.setitimer(signal.ITIMER_REAL, 1e-3)  # whose signal ends it
-            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
             while True:
                 await plain.post(url, headers=headers, json=sent)
         if fault == "is killed in the middle of a stream":

@@ -18,9 +18,10 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.rows import without_gaps
 from grpo_ext.environments.attempt import AttemptFigures, AttemptLimits, Task
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
+from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import Attempts, TurnEngine
+from grpo_ext.environments.loop import Attempts
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas

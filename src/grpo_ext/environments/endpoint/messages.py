@@ -4,21 +4,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo_ext.environments.endpoint.chat import (
-    SAMPLING,
-    count,
-    mapping_of,
-    messages_of,
-    require_free,
-    stops_of,
-    tools_of,
-)
-from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply, call_of, thinking_of
+from grpo_ext.environments.endpoint.chat import request_of, settings_of, stops_of
+from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply
 from grpo_ext.environments.protocol import Message
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_NO_TOOLS = {"type": "none"}
-_NOT_OBEYED = {"tool_choice": lambda value: not isinstance(value, dict) or value.get("type") not in ("auto", "none")}
 _THINKING = ("thinking", "redacted_thinking")
 
 
@@ -28,41 +18,12 @@ def parse(body: bytes) -> ChatRequest:
     Raises:
         Refused: it is malformed, or asks for what the policy's sampler cannot do.
     """
-    given = mapping_of(body)
-    require_free(given, _NOT_OBEYED)
+    given = settings_of(body)
     turns = given.get("messages")
-    if not isinstance(turns, list) or not turns:
-        raise Refused("messages is missing or empty", "invalid_value")
-    system = [{"role": "system", "content": text}] if (text := given.get("system")) else []
-    messages = [message for i, turn in enumerate(turns) for message in _turns(turn, f"messages[{i}]")]
-    tools, left_out = _tools(given.get("tools"))
-    return ChatRequest(
-        messages=messages_of([*system, *messages]),
-        tools=None if given.get("tool_choice") == _NO_TOOLS else tools,
-        left_out=left_out,
-        limit=count(given, "max_tokens"),
-        stop=stops_of(given.get("stop_sequences") or []),
-        stream=given.get("stream") is True,
-        model=str(given.get("model", "policy")),
-        sampling={name: given[name] for name in SAMPLING if name in given},
-    )
-
-
-def _tools(tools: object) -> tuple[list[dict[str, Any]] | None, tuple[str, ...]]:
-    """Return tools as a chat template takes them, and the types of those that only Anthropic can run."""
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        return tools_of(tools), ()
-    own = [tool for tool in tools if tool.get("type", "custom") == "custom"]
-    functions = [
-        {
-            "name": tool.get("name"),
-            "description": tool.get("description", ""),
-            "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-        }
-        for tool in own
-    ]
-    others = {str(tool["type"]) for tool in tools if tool not in own}
-    return tools_of([{"function": function} for function in functions]), tuple(sorted(others))
+    turns = list(enumerate(turns)) if isinstance(turns, list) else []
+    chat = [message for i, turn in turns for message in _turns(turn, f"messages[{i}]")]
+    system = [{"role": "system", "content": text}] if chat and (text := given.get("system")) else []
+    return request_of(given, [*system, *chat], "max_tokens", stop=stops_of(given.get("stop_sequences")))
 
 
 def _turns(message: object, where: str) -> Iterator[Message]:
@@ -131,15 +92,13 @@ def _head(request: ChatRequest, reply: Reply, number: int) -> dict[str, Any]:
 
 def _blocks(reply: Reply, number: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    if thinking := thinking_of(reply.message):
-        found.append({"type": "thinking", "thinking": thinking, "signature": ""})
-    calls = [call.get("function", call) for call in reply.message.get("tool_calls") or []]
-    if (text := reply.message.get("content")) or not calls:
-        found.append({"type": "text", "text": text or ""})
-    for i, call in enumerate(calls):
-        arguments = call_of("", call.get("arguments") or {})["function"]["arguments"]
+    if reply.thinking:
+        found.append({"type": "thinking", "thinking": reply.thinking, "signature": ""})
+    if reply.text or not reply.calls:
+        found.append({"type": "text", "text": reply.text})
+    for i, (name, arguments) in enumerate(reply.calls):
         given = arguments if isinstance(arguments, dict) else {"": arguments}
-        found.append({"type": "tool_use", "id": f"toolu_{number}_{i}", "name": str(call.get("name")), "input": given})
+        found.append({"type": "tool_use", "id": f"toolu_{number}_{i}", "name": name, "input": given})
     return found
 
 

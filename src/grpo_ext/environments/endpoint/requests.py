@@ -52,7 +52,10 @@ class ChatRequest:
 class Reply:
     """One answer of the model."""
 
-    message: Message
+    text: str
+    thinking: str
+    calls: list[tuple[str, Any]]
+    """Names and arguments of tools."""
     finish: str
     """stop, length or tool_calls."""
     read: int

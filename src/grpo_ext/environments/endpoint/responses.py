@@ -6,29 +6,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_ext.environments.endpoint.chat import (
-    SAMPLING,
-    count,
-    error,
-    logprobs_of,
-    mapping_of,
-    message_of,
-    messages_of,
-    require_free,
-    tools_of,
-)
+from grpo_ext.environments.endpoint.chat import error, logprobs_of, message_of, request_of, settings_of
 from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply
 from grpo_ext.environments.protocol import Message
 
 __all__ = ["document", "error", "events", "parse"]
 
-_NEEDS_STORE = ("previous_response_id", "conversation", "prompt", "background")
-_TEXT = {"type": "text"}
-_NOT_OBEYED = {
-    "text": lambda value: not isinstance(value, dict) or (value.get("format") or _TEXT) != _TEXT,
-    "tool_choice": lambda value: value not in ("auto", "none"),
-    "top_logprobs": lambda value: value != 0,
-}
 _PARTS_OF_AN_ANSWER = ("reasoning_content", "content", "tool_calls")
 """Keys of the model's message, in the order in which an answer has their items."""
 
@@ -39,34 +22,9 @@ def parse(body: bytes) -> ChatRequest:
     Raises:
         Refused: it is malformed, or asks for what the policy's sampler cannot do.
     """
-    given = mapping_of(body)
-    for name in _NEEDS_STORE:
-        if given.get(name):
-            raise Refused(
-                f"{name}: no response is stored. Send the whole conversation as input.", "unsupported_parameter"
-            )
-    require_free(given, _NOT_OBEYED)
-    tools, left_out = _tools(given.get("tools"))
-    return ChatRequest(
-        messages=messages_of(_conversation(given)),
-        tools=tools if given.get("tool_choice") != "none" else None,
-        left_out=left_out,
-        limit=count(given, "max_output_tokens"),
-        logprobs="message.output_text.logprobs" in (given.get("include") or ()),
-        stream=given.get("stream") is True,
-        model=str(given.get("model", "policy")),
-        sampling={name: given[name] for name in SAMPLING if name in given},
-    )
-
-
-def _tools(tools: object) -> tuple[list[dict[str, Any]] | None, tuple[str, ...]]:
-    """Return functions as a chat template takes them, and the types of the other tools, which only OpenAI can run."""
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        return tools_of(tools), ()
-    keys = ("name", "description", "parameters")
-    functions = [{k: tool[k] for k in keys if tool.get(k)} for tool in tools if tool.get("type") == "function"]
-    others = {str(tool.get("type")) for tool in tools} - {"function"}
-    return tools_of([{"function": function} for function in functions]), tuple(sorted(others))
+    given = settings_of(body)
+    logprobs = "message.output_text.logprobs" in str(given.get("include"))
+    return request_of(given, _conversation(given), "max_output_tokens", logprobs=logprobs)
 
 
 def _conversation(given: Mapping[str, Any]) -> list[Message]:

@@ -101,16 +101,9 @@ class Endpoint:
         self._lines: dict[int, Line] = {}
         self._requests, self._attempts, self._last = itertools.count(1), itertools.count(1), 0
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        config = uvicorn.Config(
-            self._application(),
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=_IDLE_SECONDS,
-        )
+        plain: dict[str, Any] = {"loop": "asyncio", "ws": "none", "lifespan": "off"}
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
+        config = uvicorn.Config(self._application(), timeout_keep_alive=_IDLE_SECONDS, **plain, **quiet)
         self._server = uvicorn.Server(config)
         run = self._server.run
         self._thread = threading.Thread(target=run, args=([self._socket],), daemon=True, name="endpoint")
@@ -176,10 +169,8 @@ class Endpoint:
         Raises:
             Refused: it has another key, or the attempt is over.
         """
-        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get(
-            "x-api-key", ""
-        )
-        number = request.path_params["line"]
+        headers, number = request.headers, request.path_params["line"]
+        given = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
         number = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
         if (line := self._lines.get(number)) is None:
             raise _ended() if 0 < number <= self._last else Refused("there is no such attempt", "invalid_api_key", 401)
@@ -232,13 +223,18 @@ async def _body(request: "Request") -> bytes:
     """Return the body of a request.
 
     Raises:
-        Refused: it has more than `LARGEST` bytes.
+        Refused: it has more than `LARGEST` bytes, or the agent has left before its end.
     """
+    from starlette.requests import ClientDisconnect
+
     found = bytearray()
-    async for chunk in request.stream():
-        found += chunk
-        if len(found) > LARGEST:
-            raise Refused(f"the body has more than {LARGEST} bytes", "request_too_large", 413)
+    try:
+        async for chunk in request.stream():
+            found += chunk if len(found) <= LARGEST else b""  # read to the end, so that the agent can read the answer
+    except ClientDisconnect:
+        raise Refused("the agent has left", "disconnected", 499) from None
+    if len(found) > LARGEST:
+        raise Refused(f"the body has more than {LARGEST} bytes", "request_too_large", 413)
     return bytes(found)
 
 
