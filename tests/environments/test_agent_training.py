@@ -1,12 +1,17 @@
 """Training with agents: a tiny model, real programs and functions over OpenAI's client, real steps."""
 
+import json
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.commands.sample import sample
+from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.errors import ConfigError
+from grpo_ext.evaluation.evaluate import evaluate
 from support import agents, tiny
 
 AGENT = """
@@ -38,12 +43,16 @@ class Recorder(GRPOExtTrainer):
         return super()._calculate_rewards(inputs, *completed)
 
 
-def trained(folder, entry, **settings):
+def trainer_of(folder, entry, **settings):
     args = GRPOExtConfig(
         output_dir=str(folder), **(tiny.TRAINING | {"max_completion_length": 60, "max_steps": 2} | settings)
     )
     data = [{"prompt": [{"role": "user", "content": f"guess {i}:"}]} for i in range(16)]
-    made = Recorder(tiny.model(), None, args, data, processing_class=tiny.tokenizer(), environments=[entry])
+    return Recorder(tiny.model(), None, args, data, processing_class=tiny.tokenizer(), environments=[entry])
+
+
+def trained(*given, **settings):
+    made = trainer_of(*given, **settings)
     made.train()
     return made
 
@@ -84,6 +93,20 @@ def test_the_table_of_completions_has_the_branches(tmp_path):
     for text, attempt in zip(shown, made.attempts, strict=True):
         assert text == attempt.branches
         assert "--- branch 1: after message 0 of prompt and completion ---\n\n[user]\nsub:" in text
+
+
+def test_an_evaluation_and_a_sample_have_the_branches(tmp_path):
+    made = trainer_of(tmp_path, {"path": f"{agents.__file__}:branches"})
+    rows = [{"prompt": [{"role": "user", "content": f"guess {i}:"}]} for i in range(2)]
+    kept = tmp_path / "samples.jsonl"
+    evaluate(made, EvalSet("held", samples=2, plays=True, seed=5), rows, kept=kept, identity={}, workers=0)
+    sampled = [row for rows in islice(sample(made, 2, 2), 2) for row in rows]
+    made.close_rewards()
+    evaluated = [one for line in kept.read_text().splitlines()[1:] for one in json.loads(line)["samples"]]
+    for one in (*evaluated, *sampled):
+        assert one["completion"][-1]["role"] == "assistant"
+        assert "--- branch 1: after message 0 of prompt and completion ---\n\n[user]\nsub:" in one["branches"]
+    assert (len(evaluated), len(sampled)) == (4, 4)
 
 
 @pytest.mark.slow  # each attempt imports the client

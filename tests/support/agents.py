@@ -27,13 +27,13 @@ async def pays(row, client, reward):
 
 async def branches(row, client):
     """Ask twice, take the second turn back, ask a sub-agent, and go on; the reward is the number of letters."""
-    messages, said = list(row["prompt"]), []
+    messages, said, short = list(row["prompt"]), [], {"model": "policy", "max_tokens": 6}
     for _ in range(2):
-        made = await client.chat.completions.create(model="policy", messages=messages)
+        made = await client.chat.completions.create(messages=messages, **short)
         said.append(made.choices[0].message.content or "")
         messages += [{"role": "assistant", "content": said[-1]}, {"role": "user", "content": "on"}]
     for asked in ([{"role": "user", "content": "sub:"}], [*messages[:-3], {"role": "user", "content": "again"}]):
-        made = await client.chat.completions.create(model="policy", messages=asked)
+        made = await client.chat.completions.create(messages=asked, **short)
         said.append(made.choices[0].message.content or "")
     return float(len("".join(said)))
 

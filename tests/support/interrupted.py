@@ -44,7 +44,8 @@ CASES = {
     "sharing off": WINDOWS | {"shared_prefix": "false", "steps_per_generation": 4},
     "completions": WINDOWS | {"log_completions": True, "logging_steps": 2, "steps_per_generation": 4},
     "environments": WINDOWS | {"plays": True, "steps_per_generation": 4, "max_completion_length": 24},
-    "agents": WINDOWS | {"asks": True, "steps_per_generation": 4, "max_completion_length": 48},
+    "agents": WINDOWS
+    | {"asks": True, "environment_waves": "turn", "steps_per_generation": 4, "max_completion_length": 48},
     "linear schedule, clip": {"lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 0.1},
 }
 

@@ -152,7 +152,7 @@ def _from_table(row: Mapping[str, Any], parts: Mapping[str, str], path: Path, we
     scores = {name: _rounded(row[column]) for name, column in parts.items()}
     extras = {k: v for k, v in row.items() if k not in (*_OWN, *parts.values()) and v is not None}
     step = _rounded(row.get("step"))
-    completion = "\n\n".join(filter(None, (as_text(row["completion"]), row.get(BRANCHES))))
+    completion = "\n\n".join(filter(None, map(as_text, (row["completion"], row.get(BRANCHES)))))
     shown = _row(step if step is not None else _step_of(path), row["prompt"], completion, scores, weights)
     shown["advantage"] = _rounded(row.get("advantage"))
     shown["extras"] = {clipped(k, 80): clipped(as_text(v), 300) for k, v in list(extras.items())[:_EXTRAS]}
