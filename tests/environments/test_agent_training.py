@@ -1,15 +1,20 @@
 """Training with agents: a tiny model, real programs and functions over OpenAI's client, real steps."""
 
+import json
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.commands.sample import sample
+from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.environments.library.command import Command
 from grpo_ext.environments.protocol import AgentTask
 from grpo_ext.errors import ConfigError
-from support import tiny
+from grpo_ext.evaluation.evaluate import evaluate
+from support import agents, tiny
 
 AGENT = """
 import sys
@@ -40,12 +45,16 @@ class Recorder(GRPOExtTrainer):
         return super()._calculate_rewards(inputs, *completed)
 
 
-def trained(folder, entry, **settings):
+def trainer_of(folder, entry, **settings):
     args = GRPOExtConfig(
         output_dir=str(folder), **(tiny.TRAINING | {"max_completion_length": 60, "max_steps": 2} | settings)
     )
     data = [{"prompt": [{"role": "user", "content": f"guess {i}:"}]} for i in range(16)]
-    made = Recorder(tiny.model(), None, args, data, processing_class=tiny.tokenizer(), environments=[entry])
+    return Recorder(tiny.model(), None, args, data, processing_class=tiny.tokenizer(), environments=[entry])
+
+
+def trained(*given, **settings):
+    made = trainer_of(*given, **settings)
     made.train()
     return made
 
@@ -63,12 +72,43 @@ def check(made, name, version=1):
     assert log["rewards/environment/mean"] == pytest.approx(log[f"environments/{name}/reward"], abs=1e-6)
 
 
-@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])  # which starts a process
-def test_a_function_by_path_is_trained(tmp_path, ahead):
+@pytest.mark.parametrize(
+    ("engine", "ahead"),
+    [
+        ("transformers", 0),
+        pytest.param("process", 0, marks=pytest.mark.slow),  # which starts a process
+        pytest.param("process", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_function_by_path_is_trained(engine, ahead, tmp_path):
     (tmp_path / "my_agent.py").write_text(FUNCTION)
     entry = {"path": f"{tmp_path}/my_agent.py:agent", "kwargs": {"most": 2.0}}
-    settings = {"rollout_engine": "process", "rollout_ahead": 1} if ahead else {}
+    settings = {"rollout_engine": engine, "rollout_ahead": ahead} if engine == "process" else {}
     check(trained(tmp_path / "run", entry, **settings), "agent", version=1 - ahead)
+
+
+def test_the_table_of_completions_has_the_branches(tmp_path):
+    entry = {"path": f"{agents.__file__}:branches"}
+    made = trained(tmp_path, entry, max_steps=1, log_completions=True, num_completions_to_print=0)
+    shown = list(made._logs["extra"]["branches"])
+    assert len(shown) == len(made.attempts)
+    for text, attempt in zip(shown, made.attempts, strict=True):
+        assert text == attempt.branches
+        assert "--- branch 1: after message 0 of prompt and completion ---\n\n[user]\nsub:" in text
+
+
+def test_an_evaluation_and_a_sample_have_the_branches(tmp_path):
+    made = trainer_of(tmp_path, {"path": f"{agents.__file__}:branches"})
+    rows = [{"prompt": [{"role": "user", "content": f"guess {i}:"}]} for i in range(2)]
+    kept = tmp_path / "samples.jsonl"
+    evaluate(made, EvalSet("held", samples=2, plays=True, seed=5), rows, kept=kept, identity={}, workers=0)
+    sampled = [row for rows in islice(sample(made, 2, 2), 2) for row in rows]
+    made.close_rewards()
+    evaluated = [one for line in kept.read_text().splitlines()[1:] for one in json.loads(line)["samples"]]
+    for one in (*evaluated, *sampled):
+        assert one["completion"][-1]["role"] == "assistant"
+        assert "--- branch 1: after message 0 of prompt and completion ---\n\n[user]\nsub:" in one["branches"]
+    assert (len(evaluated), len(sampled)) == (4, 4)
 
 
 @pytest.mark.slow  # each attempt imports the client

@@ -9,51 +9,29 @@ import re
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import anthropic
 import httpx
-import numpy as np
 import openai
 import psutil
 import pytest
 from trl.chat_template_utils import parse_response
 
 from grpo_ext.environments.attempt import AttemptLimits, Task
-from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
+from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.loop import Attempts
 from grpo_ext.environments.protocol import Conversation, Step
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import Sample
-from support import speakers, tiny
+from support import agent_runs, agents, speakers
+from support.agent_runs import EOS, LETTERS, Random, run, spec, tasks
+from support.agents import GO, three_turns
 from support.processes import PATIENCE
 
 EPISODES = int(os.environ.get("EPISODES", "40"))
-EOS, LETTERS = 1, range(3, 29)
-LIMITS = AttemptLimits(completion=400, counts_all=True, context=None, ends=frozenset([EOS]))
-GO = [{"role": "user", "content": "go"}]
-
-
-class Random:
-    """Says random letters; each attempt has its own stream."""
-
-    version, pending, descriptor = 3, 0, None
-
-    def __init__(self, waits=False, letters=6):
-        self.waits, self.letters, self.seen, self.streams = waits, letters, {}, {}
-
-    def anyone(self, here, leaves):
-        return here
-
-    def generate(self, asked):
-        found = []
-        for one in asked:
-            g = self.streams.setdefault(one.attempt, np.random.default_rng(one.attempt))
-            ids = [*g.integers(LETTERS.start, LETTERS.stop, g.integers(1, self.letters)).tolist(), EOS][: one.limit]
-            self.seen.setdefault(one.attempt, []).append((one.context, ids))
-            found.append((one, Sample(ids, (-g.random(len(ids))).tolist())))
-        return found
 
 
 @pytest.fixture
@@ -70,35 +48,7 @@ def hosts():
     assert threading.active_count() <= threads
 
 
-def spec(path, **settings):
-    [found], problems = parse_environments([{"path": path, "turn_timeout": PATIENCE, **settings}])
-    assert not problems
-    return found
-
-
-def run(hosts, todo, engine=None, limits=LIMITS):
-    tokenizer, engine = tiny.tokenizer(), engine or Random()
-
-    def parsed(ids, context, tools):
-        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
-
-    made = Attempts(engine, hosts, Renderer(tokenizer, {}), parsed, limits).run(todo)
-    return [trajectory for trajectory, _ in made], engine
-
-
-def tasks(given, rows):
-    return [Task(given, row, GO, None, seed=i) for i, row in enumerate(rows)]
-
-
 # Agents that are functions of this process.
-
-
-async def three_turns(row, client):
-    messages = [{"role": "user", "content": "go"}]
-    for _ in range(3):
-        made = await client.chat.completions.create(model="policy", messages=messages)
-        messages += [made.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "on"}]
-    return float(len(messages))
 
 
 def test_an_agent_trains_what_it_was_answered(hosts):
@@ -236,6 +186,29 @@ async def speaks_otherwise(row, client):
     return 1.0
 
 
+async def responds(row, client):
+    """By OpenAI's responses."""
+    add = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+    items = [{"role": "user", "content": "count"}]
+    for k in range(4):
+        options = {"model": "m", "input": items, "tools": [add], "instructions": "be brief", "store": False}
+        if k % 2:
+            async with client.responses.stream(**options) as stream:
+                answer = await stream.get_final_response()
+        else:
+            answer = await client.responses.create(**options)
+        calls = [item for item in answer.output if item.type == "function_call"]
+        assert answer.status == "completed"
+        assert bool(answer.output_text) or calls
+        items += [item.model_dump(exclude_none=True) for item in answer.output]
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+        items += [] if calls else [{"role": "user", "content": "on"}]
+    with contextlib.suppress(openai.BadRequestError):
+        await client.responses.create(model="m", input="on", previous_response_id=answer.id)
+        raise AssertionError
+    return 1.0
+
+
 class Calls(Random):
     """Calls a tool in every other turn."""
 
@@ -249,8 +222,9 @@ class Calls(Random):
         return found
 
 
-def test_anthropics_messages_are_turns_too(hosts):
-    [(made, figures)], engine = run_with_tools(hosts, tasks(spec(speaks_otherwise), [{}]), Calls())
+@pytest.mark.parametrize("agent", [speaks_otherwise, responds])
+def test_requests_of_other_dialects_are_turns_too(hosts, agent):
+    [(made, figures)], engine = run_with_tools(hosts, tasks(spec(agent), [{}]), Calls())
     assert made.failure is None
     assert [(turn.context, turn.sampled) for turn in made.turns] == engine.seen[0]
     assert (figures.turns, figures.calls, len(made.rows())) == (4, 2, 1)
@@ -415,6 +389,45 @@ def test_a_fault_costs_its_own_attempt_only(hosts):
         else:
             assert trajectory.reward is None
             assert re.match(pattern, trajectory.failure), trajectory.failure
+
+
+def test_each_fault_of_an_agent_costs_its_own_attempt_and_leaves_nothing(hosts):
+    faults = [None, *agents.FAULTS, None]
+    todo = agent_runs.faulty(faults)
+    usual, _ = run(hosts, [replace(task, row={"fault": None}) for task in todo])
+    descriptors = psutil.Process().num_fds()
+    made, _ = run(hosts, todo)
+    for fault, one, expected in zip(faults, made, usual, strict=True):
+        if fault is None:
+            assert (one.failure, one.reward) == (None, 1.0)
+            assert [turn.sampled for turn in one.turns] == [turn.sampled for turn in expected.turns]
+        else:
+            assert one.lost
+            assert re.match(agents.FAULTS[fault], one.failure), one.failure
+            assert "\n" not in one.failure
+    assert not hosts.endpoint._lines
+    deadline = time.monotonic() + PATIENCE
+    while psutil.Process().num_fds() > descriptors and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert psutil.Process().num_fds() <= descriptors
+
+
+def test_two_environments_of_one_name_have_their_own_options(hosts):
+    path = f"{agents.__file__}:pays"
+    both = [Task(spec(path, name="one", kwargs={"reward": reward}), {}, GO, None, seed=0) for reward in (0.25, 0.5)]
+    made, _ = run(hosts, both)
+    assert [one.reward for one in made] == [0.25, 0.5]
+
+
+def test_branches_are_shown_where_they_leave_the_conversation(hosts):
+    [made], _ = run(hosts, tasks(spec(agents.branches), [{"prompt": GO}]), Alphabet())
+    assert made.failure is None
+    said = "a b c d e f"
+    assert [message["role"] for message in made.messages] == ["assistant", "user", "assistant"]
+    assert made.branches == (
+        f"--- branch 1: after message 0 of prompt and completion ---\n\n[user]\nsub:\n\n[assistant]\n{said}\n\n"
+        f"--- branch 2: after message 2 of prompt and completion ---\n\n[user]\non\n\n[assistant]\n{said}"
+    )
 
 
 LEFT = []

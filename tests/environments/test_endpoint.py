@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_ext.environments.agents import stop_at
-from grpo_ext.environments.endpoint import chat, messages
+from grpo_ext.environments.endpoint import chat, messages, responses
 from grpo_ext.environments.endpoint.history import Finished, continued, key_of
 from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply
 from grpo_ext.environments.library.command import filled
@@ -86,8 +86,8 @@ def test_what_is_malformed_or_cannot_be_obeyed_is_refused(body):
 
 
 REPLIES = [
-    Reply({"role": "assistant", "content": "", "tool_calls": [PLUS]}, "tool_calls", 11, 5),
-    Reply({"role": "assistant", "content": "3", "thinking": "1+2"}, "stop", 11, 2, [("3", -0.5), ("<eos>", None)]),
+    Reply("", "", [("add", {"a": 1, "b": 2})], "tool_calls", 11, 5),
+    Reply("3", "1+2", [], "stop", 11, 2, [("3", -0.5), ("<eos>", None)]),
 ]
 
 
@@ -160,7 +160,7 @@ def test_a_request_in_the_form_of_anthropic():
         ],
         "max_tokens": 9,
         "stop_sequences": ["x"],
-        "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+        "tools": [{"name": "add", "input_schema": {"type": "object"}}, {"type": "web_search_20250305", "name": "a"}],
     }
     assert messages.parse(json.dumps(body).encode()) == ChatRequest(
         messages=[
@@ -170,7 +170,8 @@ def test_a_request_in_the_form_of_anthropic():
             {"role": "tool", "content": "3", "name": "add"},
             {"role": "user", "content": "so?"},
         ],
-        tools=[{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}],
+        tools=[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+        left_out=("web_search_20250305",),
         limit=9,
         stop=("x",),
     )
@@ -184,13 +185,118 @@ def test_a_request_in_the_form_of_anthropic():
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]},
         {"tool_choice": {"type": "any"}},
-        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"input_schema": {}}]},
+        {"tools": "add"},
     ],
 )
 def test_what_anthropics_form_may_not_ask_is_refused(body):
     with pytest.raises(Refused) as refused:
         messages.parse(json.dumps({"messages": [USER], **body}).encode())
     assert messages.error(refused.value)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_request_in_the_form_of_responses():
+    call = {"type": "function_call", "call_id": "call_1", "name": "add"}
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be brief"}]},
+        USER,
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "1+2"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add"}]},
+        {**call, "arguments": '{"b": 2, "a": 1}'},
+        {**call, "call_id": "call_2", "name": "sub", "arguments": "x"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "no"}]},
+        {"type": "function_call_output", "call_id": "call_1", "output": "3"},
+        {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "so 3"}]},
+        {"type": "message", "role": "assistant", "content": "3"},
+        {"type": "message", "role": "assistant", "content": "4"},
+    ]
+    add = {"name": "add", "description": "Add.", "parameters": {"type": "object"}}
+    body = {
+        "instructions": "be good",
+        "input": items,
+        "tools": [{"type": "function", "strict": False, **add}, {"type": "web_search"}],
+        "max_output_tokens": 9,
+        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+        "text": {"verbosity": "low"},
+        "store": False,
+        "previous_response_id": None,
+    }
+    minus = {"type": "function", "function": {"name": "sub", "arguments": {"": "x"}}}
+    assert responses.parse(json.dumps(body).encode()) == ChatRequest(
+        messages=[
+            {"role": "system", "content": "be good"},
+            {"role": "system", "content": "be brief"},
+            USER,
+            {"role": "assistant", "content": "I add", "reasoning_content": "1+2", "tool_calls": [PLUS, minus]},
+            {"role": "tool", "content": "no", "name": "sub"},
+            {"role": "tool", "content": "3", "name": "add"},
+            {"role": "assistant", "content": "3", "reasoning_content": "so 3"},
+            {"role": "assistant", "content": "4"},
+        ],
+        tools=[{"type": "function", "function": add}],
+        left_out=("web_search",),
+        limit=9,
+        logprobs=True,
+    )
+    assert responses.parse(b'{"input": "add 1 and 2"}').messages == [USER]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": []},
+        {"input": 7},
+        {"input": ["a"]},
+        {"input": [{"type": "computer_call"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        {"input": [{"type": "function_call", "call_id": "a", "arguments": "{}"}]},
+        {"previous_response_id": "resp_1"},
+        {"conversation": "conv_1"},
+        {"background": True},
+        {"tool_choice": "required"},
+        {"tools": [{"type": "function"}]},
+        {"text": {"format": {"type": "json_schema"}}},
+        {"max_output_tokens": 0},
+        {"instructions": 7},
+    ],
+)
+def test_what_a_response_may_not_ask_is_refused(body):
+    with pytest.raises(Refused):
+        responses.parse(json.dumps({"input": "go", **body}).encode())
+
+
+def test_a_response_and_its_stream():
+    replies = [Reply("I add", "1+2", [("add", {"a": 1, "b": 2})], "tool_calls", 11, 5, [("I add", -0.5)])]
+    found = responses.document(ChatRequest([USER], model="m"), replies, 4)
+    thinking, text, call = found["output"]
+    assert (found["id"], found["status"], found["model"]) == ("resp_4", "completed", "m")
+    assert thinking["content"] == [{"type": "reasoning_text", "text": "1+2"}]
+    assert (text["role"], text["content"][0]["text"]) == ("assistant", "I add")
+    assert [one["logprob"] for one in text["content"][0]["logprobs"]] == [-0.5]
+    assert (call["name"], call["call_id"], call["arguments"]) == ("add", "call_4_0", '{"a": 1, "b": 2}')
+    usage = found["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (11, 5, 16)
+    sent = [event.split("\n") for event in responses.events(ChatRequest([USER], model="m"), replies, 4)]
+    data = [json.loads(lines[1].removeprefix("data: ")) for lines in sent]
+    assert [one["sequence_number"] for one in data] == list(range(len(sent)))
+    assert [lines[0].removeprefix("event: ") for lines in sent] == [one["type"] for one in data]
+    parts = ["content_part.added", "{}.delta", "{}.done", "content_part.done"]
+    item, arguments = ("output_item.added", "output_item.done"), ["delta", "done"]
+    kinds = ["created"]
+    for kind in ("reasoning_text", "output_text"):
+        kinds += [item[0], *(part.format(kind) for part in parts), item[1]]
+    kinds += [item[0], *(f"function_call_arguments.{part}" for part in arguments), item[1], "completed"]
+    assert [one["type"].removeprefix("response.") for one in data] == kinds
+    assert {**data[-1]["response"], "created_at": 0} == {**found, "created_at": 0}
+    assert [one["item"] for one in data if one["type"].endswith("item.done")] == found["output"]
+    assert data[0]["response"]["output"] == []
+
+
+def test_a_response_that_is_cut():
+    reply = Reply("3", "", [], "length", 11, 5)
+    found = responses.document(ChatRequest([USER]), [reply], 4)
+    assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert list(responses.events(ChatRequest([USER]), [reply], 4))[-1].startswith("event: response.incomplete\n")
 
 
 # The match.

@@ -79,6 +79,13 @@ def test_the_page_of_a_run_shows_facts_curves_evaluations_and_completions(tmp_pa
     assert "What is missing here" not in page.text
 
 
+def test_branches_of_an_agent_are_shown_below_its_completion(tmp_path):
+    run = with_completions(run_folder(tmp_path / "mine"), 1, [("p", ["c"])], branches="--- branch 1 ---\n\n[user]\ngo")
+    [row] = page_of(tmp_path, run).data["rows"]
+    assert row["completion"] == "c\n\n--- branch 1 ---\n\n[user]\ngo"
+    assert row["extras"] == {}
+
+
 def test_the_page_loads_no_file_and_runs_only_its_script(tmp_path):
     page = page_of(tmp_path, with_completions(run_folder(tmp_path / "mine"), 1, [("p", ["c"])]))
     [policy] = [a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a]

@@ -13,6 +13,7 @@ from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.config.launch import world_size
 from support import experts as mixtures
 from support import tiny
+from support.agents import branches
 from support.trainers import weights
 
 CLOCKS = ("step_time", "time/", "overlap/waited", "runtime", "seconds", "per_second", "total_flos")
@@ -43,6 +44,8 @@ CASES = {
     "sharing off": WINDOWS | {"shared_prefix": "false", "steps_per_generation": 4},
     "completions": WINDOWS | {"log_completions": True, "logging_steps": 2, "steps_per_generation": 4},
     "environments": WINDOWS | {"plays": True, "steps_per_generation": 4, "max_completion_length": 24},
+    "agents": WINDOWS
+    | {"asks": True, "environment_waves": "turn", "steps_per_generation": 4, "max_completion_length": 48},
     "linear schedule, clip": {"lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 0.1},
 }
 
@@ -79,6 +82,7 @@ def trainer(
     peft: bool = False,
     stream: bool = False,
     plays: bool = False,
+    asks: bool = False,
     experts: bool = False,
     **settings,
 ) -> GRPOExtTrainer:
@@ -86,15 +90,16 @@ def trainer(
     settings["per_device_train_batch_size"] //= world_size()
     settings["per_device_eval_batch_size"] = 8 // world_size()
     args = GRPOExtConfig(output_dir=str(folder), **settings)
+    games = [GUESS] if plays else [branches] if asks else None
     return GRPOExtTrainer(
         model=mixtures.model() if experts else tiny.model(),
-        reward_funcs=None if plays else [tiny.count_a, tiny.length],
+        reward_funcs=None if games else [tiny.count_a, tiny.length],
         args=args,
-        train_dataset=conversations(prompts(stream)) if plays else prompts(stream),
-        eval_dataset=conversations(tiny.prompts(4)) if plays else tiny.prompts(4),
+        train_dataset=conversations(prompts(stream)) if games else prompts(stream),
+        eval_dataset=conversations(tiny.prompts(4)) if games else tiny.prompts(4),
         processing_class=tiny.tokenizer(),
         peft_config=LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1) if peft else None,
-        environments=[GUESS] if plays else None,
+        environments=games,
     )
 
 

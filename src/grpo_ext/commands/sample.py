@@ -18,8 +18,8 @@ from grpo_ext.data.rows import WRITTEN, Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.combinations import weighted_total
+from grpo_ext.objective.trajectory import BRANCHES, Trajectory
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
-from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -94,12 +94,13 @@ def sample(trainer: GRPOExtTrainer, num: int, prompts: int) -> Iterator[list[Row
 
 
 def as_json_row(example: Mapping[str, Any]) -> Row:
-    """Return a row in JSON's types: its trajectory becomes the rewards of its turns and its failure."""
+    """Return a row in JSON's types: its trajectory becomes the rewards of its turns, its failure and its branches."""
     attempt = example.get(TRAJECTORY)
     if not isinstance(attempt, Trajectory):
         return dict(example)
     row = {name: value for name, value in example.items() if name != TRAJECTORY}
-    return row | {"turn_rewards": [turn.reward for turn in attempt.turns], "failure": attempt.failure}
+    row |= {"turn_rewards": [turn.reward for turn in attempt.turns], "failure": attempt.failure}
+    return row | ({BRANCHES: attempt.branches} if attempt.branches else {})
 
 
 def pass_rate(completions: Sequence[Row], by: str) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from grpo_ext.environments.attempt import Attempt, AttemptLimits, Call, MessageParser
 from grpo_ext.environments.endpoint.history import Finished, History, key_of, keys_of
-from grpo_ext.environments.endpoint.requests import PendingRequest, Refused, Reply
+from grpo_ext.environments.endpoint.requests import PendingRequest, Refused, Reply, calls_of, thinking_of
 from grpo_ext.environments.endpoint.server import Endpoint, Inbox
 from grpo_ext.environments.protocol import AgentTask, Message
 from grpo_ext.environments.rendering import CannotRender, Renderer
@@ -47,7 +47,7 @@ class Agents:
             return
         self._endpoint.shut(attempt.line)
         self._attempts.pop(attempt.line.number, None)
-        attempt.messages = attempt.dialogue.messages
+        attempt.messages, attempt.branches = attempt.dialogue.messages, attempt.dialogue.branches
         attempt.opening = attempt.dialogue.opening or attempt.opening
 
     def close(self) -> None:
@@ -120,7 +120,8 @@ class Agents:
         ended = bool(ids) and ids[-1] in self._limits.ends and not stopped
         attempt.turns.append(Turn(call.context.ids, ids, logprobs, version))
         attempt.figures.turns, attempt.asked = attempt.figures.turns + 1, attempt.asked - 1
-        attempt.figures.calls += len(message.get("tool_calls") or [])
+        calls = calls_of(message)
+        attempt.figures.calls += len(calls)
         attempt.spent += len(ids)
         whole = {"role": "assistant", "content": self._renderer.decoded(ids)}
         written = None if ended else message if stopped else whole
@@ -129,9 +130,10 @@ class Agents:
             attempt.dialogue.add(Finished(keys, request.chat.messages, opened, ids, message, written))
         if not ended and not stopped and len(ids) != request.chat.limit:
             attempt.truncated = True
-        finish = "tool_calls" if message.get("tool_calls") else "stop" if ended or stopped else "length"
+        finish = "tool_calls" if calls else "stop" if ended or stopped else "length"
         texts = self._logprobs(ids, logprobs) if request.chat.logprobs else None
-        request.add(Reply(message, finish, len(call.context.ids), len(ids), texts))
+        said = (str(message.get("content") or ""), thinking_of(message), calls)
+        request.add(Reply(*said, finish, len(call.context.ids), len(ids), texts))
         if not attempt.asked and attempt.connection is not None:
             attempt.connection.resume()
 

@@ -76,6 +76,8 @@ class Attempt:
     """The environment's messages before the next turn: the state that the policy sees."""
     messages: list[Message] = field(default_factory=list)
     """Messages after the prompt, as rewards see them."""
+    branches: str = ""
+    """Further conversations of an agent, for people."""
     parsed: Message = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
     figures: AttemptFigures = field(default_factory=AttemptFigures)

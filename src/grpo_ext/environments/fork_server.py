@@ -42,21 +42,29 @@ PRELOAD = "preload"
 """Class method of an environment, called once with its options before processes are forked: loads what they share."""
 
 
+def import_request(spec: EnvironmentSpec) -> bytes:
+    """Return what a fork server imports for an environment: its class, its options and its tools."""
+    return packed_call(str(spec.environment or ""), {"tools": list(spec.tools), "kwargs": dict(spec.kwargs)})
+
+
 class ForkServer:
     """A child process that forks the processes of one environment.
+
+    Args:
+        imported: what it imports, as `import_request` returns it.
+        memory_gib: memory that each process may use.
 
     Raises:
         EnvironmentFailed: the environment cannot be imported, or not in time.
     """
 
-    def __init__(self, spec: EnvironmentSpec, memory_gib: float) -> None:
+    def __init__(self, imported: bytes, memory_gib: float) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         with theirs:
             self._child = Child(_PROGRAM, memory_gib, (theirs.fileno(),))
         self._codes: dict[int, int | None] = {}
         self._running: set[int] = set()
-        arguments = {"tools": list(spec.tools), "kwargs": dict(spec.kwargs)}
-        self._child.stream.send(packed_call(str(spec.environment or ""), arguments))
+        self._child.stream.send(imported)
         self._ended = False
         answer = self._next(LOADING_SECONDS)
         if answer is None or answer[0] != "loaded":

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from grpo_ext.child_processes import describe_exit
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of
 from grpo_ext.environments.endpoint.server import Endpoint
-from grpo_ext.environments.fork_server import ForkServer
+from grpo_ext.environments.fork_server import ForkServer, import_request
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, SessionRequest, serve_session
 from grpo_ext.frames import FrameError, FrameStream, parsed_json, pickled, wait
 
@@ -146,8 +146,9 @@ class EnvironmentHost:
     def __init__(self, memory_gib: float = 8.0, sampling: Mapping[str, Any] | None = None) -> None:
         self.memory_gib, self.sampling = memory_gib, dict(sampling or {})
         self._endpoint: Endpoint | None = None
-        self._servers: dict[str, ForkServer] = {}
-        self._failed: dict[str, EnvironmentFailed] = {}
+        self._servers: dict[bytes, ForkServer] = {}
+        """By what they have imported: environments of one name may have other options."""
+        self._failed: dict[bytes, EnvironmentFailed] = {}
         """Environments that could not be imported in this generation."""
         self._numbers = itertools.count()
         self._owner = os.getpid()
@@ -179,17 +180,18 @@ class EnvironmentHost:
         return self._endpoint
 
     def _server(self, spec: EnvironmentSpec) -> ForkServer:
-        server = self._servers.get(spec.name)
+        imported = import_request(spec)
+        server = self._servers.get(imported)
         if server is not None and not server.lost:
             return server
         if server is not None:
             server.close()
-        if spec.name in self._failed:
-            raise self._failed[spec.name]
+        if imported in self._failed:
+            raise self._failed[imported]
         try:
-            server = self._servers[spec.name] = ForkServer(spec, self.memory_gib)
+            server = self._servers[imported] = ForkServer(imported, self.memory_gib)
         except EnvironmentFailed as failure:
-            self._failed[spec.name] = failure
+            self._failed[imported] = failure
             raise
         return server
 

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_ext.environments.agents import Agents
 from grpo_ext.environments.attempt import Attempt, AttemptFigures, AttemptLimits, Call, MessageParser, Task
+from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.environments.hosts import Answer, Connection, EnvironmentHost, answers
 from grpo_ext.environments.observations import final_reward, opened, stepped
 from grpo_ext.environments.rendering import CannotRender, Context, Renderer
@@ -27,40 +28,6 @@ TEMPLATE = "template"
 _LONG = 3600.0
 _MOMENT = 0.005
 """Seconds for which answers are collected into one wave."""
-
-
-class TurnEngine(Protocol):
-    """Samples turns."""
-
-    version: int
-    """Version of the weights."""
-    descriptor: int | None
-    """File descriptor that is readable when a turn has been sampled in the background."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether a wave waits until all environments have answered."""
-
-    @property
-    def pending(self) -> int:
-        """Number of turns that are being sampled in the background."""
-
-    def generate(self, turns: list[TurnRequest]) -> list[tuple[TurnRequest, Sample]]:
-        """Begin turns; return finished ones. An engine that samples in waves returns all of them, in order."""
-
-    def anyone(self, here: bool, leaves: bool) -> bool:
-        """Return whether any process that generates together with this one still has an attempt.
-
-        Args:
-            here: whether this process has one.
-            leaves: whether this process has waited in vain, since a signal ends the run.
-
-        Raises:
-            SamplerLost: one of them has, and an attempt is left.
-        """
-
-    def close(self) -> None:
-        """End the engine after a generation."""
 
 
 class Attempts:
@@ -309,5 +276,6 @@ class Attempts:
         turns = attempt.turns or [Turn(context.ids, [], None, self.engine.version)]
         name = attempt.task.spec.name
         messages = attempt.messages or [{"role": "assistant", "content": ""}]
-        trajectory = Trajectory(turns, reward, attempt.truncated, failure, name, messages, attempt.opening)
+        seen = (name, messages, attempt.opening, attempt.branches)
+        trajectory = Trajectory(turns, reward, attempt.truncated, failure, *seen)
         self._done[attempt.number] = trajectory, attempt.figures

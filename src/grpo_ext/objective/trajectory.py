@@ -11,10 +11,12 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COLUMN = "trajectory"
 """Column in which reward functions find a row's `Trajectory`."""
+BRANCHES = "branches"
+"""Column of tables of completions with `Trajectory.branches`."""
 
 
 class Sample(NamedTuple):
@@ -81,6 +83,8 @@ class Trajectory:
     """Messages after the prompt, as a reward function gets them."""
     opening: list = field(default_factory=list)
     """The prompt as the policy read it, where an environment has added to the dataset's or replaced it."""
+    branches: str = ""
+    """Conversations of an agent that `messages` does not have, as text: sub-agents, what it took back."""
 
     def __post_init__(self) -> None:
         """Raise if there is no prompt."""
@@ -196,7 +200,7 @@ def _add(segment: _Segment, used: int, ids: list[int], places: list[int]) -> Non
         segment.behind[ids[0]] = _Segment(list(ids), list(places), {})
 
 
-def common(one: list[int], other: list[int]) -> int:
+def common(one: list[Any], other: list[Any]) -> int:
     """Return the length of the common prefix of two lists."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:

@@ -13,8 +13,10 @@ from pyarrow import parquet
 
 from grpo_ext.bounded import finite
 from grpo_ext.data.rows import Row
+from grpo_ext.objective.trajectory import BRANCHES
 from grpo_ext.report.reading import COMPLETIONS, RunFolder
 from grpo_ext.report.tokens import TOKEN_VALUES, RecordedCompletion, RunRecordings, evenly, recordings
+from grpo_ext.rewards.text import conversation_text, message_text
 from grpo_ext.terminal import clipped, printable
 
 STEPS, ROWS = 40, 1200
@@ -22,7 +24,7 @@ STEPS, ROWS = 40, 1200
 CLIPS = (6000, 2000, 700, 250)
 """Largest lengths of a text; the first is used with which all completions fit."""
 _EXTRAS = 12
-_OWN = ("step", "prompt", "completion", "advantage", "reward", "total")
+_OWN = ("step", "prompt", "completion", "advantage", "reward", "total", BRANCHES)
 
 _Weights = Mapping[str, float | None]
 
@@ -150,7 +152,8 @@ def _from_table(row: Mapping[str, Any], parts: Mapping[str, str], path: Path, we
     scores = {name: _rounded(row[column]) for name, column in parts.items()}
     extras = {k: v for k, v in row.items() if k not in (*_OWN, *parts.values()) and v is not None}
     step = _rounded(row.get("step"))
-    shown = _row(step if step is not None else _step_of(path), row["prompt"], row["completion"], scores, weights)
+    completion = "\n\n".join(filter(None, map(as_text, (row["completion"], row.get(BRANCHES)))))
+    shown = _row(step if step is not None else _step_of(path), row["prompt"], completion, scores, weights)
     shown["advantage"] = _rounded(row.get("advantage"))
     shown["extras"] = {clipped(k, 80): clipped(as_text(v), 300) for k, v in list(extras.items())[:_EXTRAS]}
     return shown
@@ -185,19 +188,5 @@ def as_text(value: object) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(part, Mapping) and "role" in part for part in value):
-        texts = [_message(message) for message in value]
-        with_roles = (f"[{message['role']}]\n{text}" for message, text in zip(value, texts, strict=True))
-        return texts[0] if len(texts) == 1 else "\n\n".join(with_roles)
+        return message_text(value[0]) if len(value) == 1 else conversation_text(value)
     return "" if value is None else json.dumps(value, default=str, ensure_ascii=False)
-
-
-def _message(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(
-            str(part.get("text") or f"[{part.get('type')}]") if isinstance(part, Mapping) else str(part)
-            for part in content
-        )
-    calls = message.get("tool_calls")
-    called = "\n" + json.dumps(calls, default=str, ensure_ascii=False) if calls else ""
-    return f"{content or ''}{called}"

@@ -1,5 +1,6 @@
 """The text of a completion, and its tags and boxes."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -46,6 +47,24 @@ def content_text(content: _Content) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(b if isinstance(b, str) else b.get("text") or "" for b in content)
+
+
+def conversation_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return messages with their roles as text for people."""
+    return "\n\n".join(f"[{message['role']}]\n{message_text(message)}" for message in messages)
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """Return a message's content and calls of tools as text for people; a part that is not text shows its type."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(
+            str(part.get("text") or f"[{part.get('type')}]") if isinstance(part, Mapping) else str(part)
+            for part in content
+        )
+    calls = message.get("tool_calls")
+    called = "\n" + json.dumps(calls, default=str, ensure_ascii=False) if calls else ""
+    return f"{content or ''}{called}"
 
 
 def answer_block(text: str) -> str | None:

@@ -18,14 +18,15 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.rows import without_gaps
 from grpo_ext.environments.attempt import AttemptFigures, AttemptLimits, Task
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
+from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import Attempts, TurnEngine
+from grpo_ext.environments.loop import Attempts
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
+from grpo_ext.objective.trajectory import BRANCHES, Trajectory
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
-from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.rollout.seeds import AttemptId
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,9 @@ class Acting:
             "failure": [trajectory.failure for trajectory in made],
         }
         names = {"environment_name": [trajectory.environment for trajectory in made]}
-        return found | (names if len(self.specs) > 1 else {})
+        branches = {BRANCHES: [trajectory.branches for trajectory in made]}
+        agents = any(spec.is_agent for spec in self.specs.values())
+        return found | (names if len(self.specs) > 1 else {}) | (branches if agents else {})
 
     def paid(self, made: Trajectory, *, weighted: bool = True) -> float | None:
         """Return the whole reward of a trajectory; None where it is lost, or its environment has none."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.data.pictures import with_images
-from grpo_ext.environments.loop import TurnEngine
+from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN

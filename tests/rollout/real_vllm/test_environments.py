@@ -4,22 +4,23 @@ import json
 
 import pytest
 
-from support import worlds
+from support import agents, worlds
 from support.vllm_runs import DDP, drifts, free_port, steps, train
 
 FLOAT32 = 0.02
 ROWS = [
     {
         "prompt": [{"role": "user", "content": f"go {i}"}],
-        "environment": ("guess", "slow")[i % 2],
+        "environment": ("guess", "slow", "agent")[i % 3],
         "solution": str(i % 9),
         "seconds": [0.0, 0.1 * (i % 4)],
     }
-    for i in range(16)
+    for i in range(18)
 ]
 GAMES = [
     {"name": "guess", "kwargs": {"low": 0, "high": 9, "guesses": 3}},
     {"name": "slow", "path": f"{worlds.__file__}:Slow"},
+    {"name": "agent", "path": f"{agents.__file__}:branches"},
 ]
 
 
@@ -30,7 +31,7 @@ def test_conversations_are_sampled_and_do_not_drift(mode, tied, tmp_path, reques
         settings |= {"port": request.getfixturevalue("served").port, "group_port": free_port()}
     log, _, _ = train(tmp_path, mode, tied, **settings)
     assert len(steps(log)) == 5
-    for game in ("guess", "slow"):
+    for game in ("guess", "slow", "agent"):
         played = [entry for entry in steps(log) if f"environments/{game}/turns" in entry]
         assert played
         assert all(entry[f"environments/{game}/failed"] == 0 for entry in played)
@@ -41,7 +42,12 @@ def test_conversations_are_sampled_and_do_not_drift(mode, tied, tmp_path, reques
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_an_evaluation_is_the_same_on_two_processes_and_its_attempts_differ(mode, tied, tmp_path, request):
     """Seven prompts in chunks of four: the last chunk is shorter than the other of its round."""
-    settings = {"rows": ROWS, "environments": GAMES[:1], "evaluated": ROWS[:14:2], "config": {"beta": 0.0}}
+    settings = {
+        "rows": ROWS,
+        "environments": GAMES[:1],
+        "evaluated": [row | {"environment": "guess"} for row in ROWS[:7]],
+        "config": {"beta": 0.0},
+    }
     if mode == "server":
         settings |= {"port": request.getfixturevalue("served").port}
     found = []

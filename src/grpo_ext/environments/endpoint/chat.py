@@ -2,22 +2,23 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_ext.bounded import parse_json
 from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply, call_of, text_of, thinking_of
 from grpo_ext.environments.protocol import Message
 
-SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 """Settings that would change the distribution: those of the recipe hold."""
 _ROLES = {"developer": "system", "function": "tool"}
 _MOST_CHOICES = 64
-_NOT_OBEYED = {
-    "response_format": lambda value: not (isinstance(value, dict) and value.get("type") == "text"),
-    "tool_choice": lambda value: value not in ("auto", "none"),
+_TEXT = {"type": "text"}
+_NEEDS_STORE = ("previous_response_id", "conversation", "prompt", "background")
+_REFUSED: dict[str, Callable[[Any], bool]] = {
+    "response_format": lambda value: value != _TEXT,
+    "text": lambda value: not isinstance(value, dict) or value.get("format", _TEXT) != _TEXT,
+    "tool_choice": lambda value: _kind(value) not in ("auto", "none"),
     "top_logprobs": lambda value: value != 0,
     "logit_bias": lambda value: value != {},
     "functions": bool,
@@ -25,15 +26,20 @@ _NOT_OBEYED = {
     "modalities": lambda value: value != ["text"],
     "audio": bool,
     "web_search_options": lambda value: True,
+    **dict.fromkeys(_NEEDS_STORE, bool),
 }
-"""Settings with the test of a value that would constrain or change what is sampled."""
+"""Settings of all dialects with the test of a value that would change what is sampled, or needs stored responses."""
 
 
-def mapping_of(body: bytes) -> dict[str, Any]:
-    """Return a request's body.
+def _kind(value: object) -> object:
+    return value.get("type") if isinstance(value, dict) else value
+
+
+def settings_of(body: bytes) -> dict[str, Any]:
+    """Return the settings in a request's body that are not null.
 
     Raises:
-        Refused: it is not a JSON object.
+        Refused: it is not a JSON object, or a setting asks for what the policy's sampler cannot do.
     """
     try:
         found = parse_json(body.decode())
@@ -41,7 +47,12 @@ def mapping_of(body: bytes) -> dict[str, Any]:
         raise Refused(f"the body is not JSON ({error})") from None
     if not isinstance(found, dict):
         raise Refused("the body is not a JSON object")
-    return {key: value for key, value in found.items() if value is not None}
+    given = {name: value for name, value in found.items() if value is not None}
+    for name in (name for name, refuses in _REFUSED.items() if name in given and refuses(given[name])):
+        free = "the policy samples freely, as it is trained. Remove the setting."
+        reason = "no response is stored. Send the whole conversation." if name in _NEEDS_STORE else free
+        raise Refused(f"{name}={json.dumps(given[name])[:100]} is not supported: {reason}", "unsupported_parameter")
+    return given
 
 
 def parse(body: bytes) -> ChatRequest:
@@ -50,38 +61,42 @@ def parse(body: bytes) -> ChatRequest:
     Raises:
         Refused: it is malformed, or asks for what the policy's sampler cannot do.
     """
-    given = mapping_of(body)
-    for name, refuses in _NOT_OBEYED.items():
-        if name in given and refuses(given[name]):
-            reason = "the policy samples freely, as it is trained; remove the setting"
-            raise Refused(
-                f"{name}={json.dumps(given[name])[:100]} is not supported: {reason}", "unsupported_parameter"
-            )
-    stop = given.get("stop") or []
-    return ChatRequest(
-        messages=messages_of(given.get("messages")),
-        tools=tools_of(given.get("tools")) if given.get("tool_choice") != "none" else None,
-        choices=count(given, "n", 1, _MOST_CHOICES) or 1,
-        limit=count(given, "max_completion_tokens") or count(given, "max_tokens"),
-        stop=stops_of(stop),
+    given = settings_of(body)
+    return request_of(
+        given,
+        given.get("messages"),
+        "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens",
+        choices=_count(given, "n", _MOST_CHOICES) or 1,
+        stop=stops_of(given.get("stop")),
         logprobs=given.get("logprobs") is True,
-        stream=given.get("stream") is True,
         usage=isinstance(options := given.get("stream_options"), dict) and options.get("include_usage") is True,
-        model=str(given.get("model", "policy")),
-        sampling={name: given[name] for name in SAMPLING if name in given},
     )
 
 
-def count(given: dict[str, Any], name: str, least: int = 1, most: int = 2**31) -> int | None:
-    """Return a whole number of a request.
+def request_of(given: Mapping[str, Any], messages: object, limit: str, **more: Any) -> ChatRequest:
+    """Return a request of any dialect, whose `messages` are those of a chat; `limit` names the most tokens.
 
     Raises:
-        Refused: it is another value.
+        Refused: it is malformed.
     """
+    tools, left_out = _tools(given.get("tools"))
+    return ChatRequest(
+        messages=_messages(messages),
+        tools=None if _kind(given.get("tool_choice")) == "none" else tools,
+        left_out=left_out,
+        limit=_count(given, limit),
+        stream=given.get("stream") is True,
+        model=str(given.get("model", "policy")),
+        sampling={name: given[name] for name in _SAMPLING if name in given},
+        **more,
+    )
+
+
+def _count(given: Mapping[str, Any], name: str, most: int = 2**31) -> int | None:
     value = given.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and least <= value <= most):
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
         return value
-    raise Refused(f"{name}={value!r:.100} is not a whole number from {least} to {most}", "invalid_value")
+    raise Refused(f"{name}={value!r:.100} is not a whole number from 1 to {most}", "invalid_value")
 
 
 def stops_of(stop: object) -> tuple[str, ...]:
@@ -90,34 +105,32 @@ def stops_of(stop: object) -> tuple[str, ...]:
     Raises:
         Refused: they are not texts.
     """
-    stops = [stop] if isinstance(stop, str) else stop
+    stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise Refused(f"stop={stop!r:.100} is neither text nor a list of texts", "invalid_value")
     return tuple(stops)
 
 
-def tools_of(tools: object) -> list[dict[str, Any]] | None:
-    """Return tools as a chat template takes them.
-
-    Raises:
-        Refused: one is not a function with a name.
-    """
-    if not tools:
-        return None
-    found = (
-        [tool.get("function") if isinstance(tool, dict) else None for tool in tools] if isinstance(tools, list) else []
-    )
-    if not found or not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in found):
-        raise Refused("tools is not a list of {type: function, function: {name, parameters}}", "invalid_value")
-    return [{"type": "function", "function": function} for function in found]
+def _tools(tools: object) -> tuple[list[dict[str, Any]] | None, tuple[str, ...]]:
+    """Return functions as a chat template takes them, and the types of tools that run at a provider."""
+    tools = tools or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refused("tools is not a list of tools", "invalid_value")
+    found = [_function(tool) for tool in tools if tool.get("type") == "function" or "input_schema" in tool]
+    others = {str(tool.get("type")) for tool in tools if tool.get("type") != "function" and "input_schema" not in tool}
+    return found or None, tuple(sorted(others))
 
 
-def messages_of(messages: object) -> list[Message]:
-    """Return messages as a chat template takes them.
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    given = tool.get("function", tool)
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        raise Refused(f"tools: {json.dumps(tool)[:100]} is not a function with a name", "invalid_value")
+    named = {"name": "name", "description": "description", "parameters": "parameters", "input_schema": "parameters"}
+    return {"type": "function", "function": {named[key]: value for key, value in given.items() if key in named}}
 
-    Raises:
-        Refused: they are not messages, or hold more than text.
-    """
+
+def _messages(messages: object) -> list[Message]:
+    """Return messages as a chat template takes them."""
     if not isinstance(messages, list) or not messages:
         raise Refused("messages is missing or empty", "invalid_value")
     names: dict[str, str] = {}
@@ -156,7 +169,7 @@ def document(request: ChatRequest, replies: Sequence[Reply], number: int) -> dic
     choices = [
         {
             "index": i,
-            "message": {"role": "assistant", **_message_of(reply, f"{number}_{i}"), "refusal": None},
+            "message": {"role": "assistant", **message_of(reply, f"{number}_{i}"), "refusal": None},
             "finish_reason": reply.finish,
             "logprobs": _logprobs(reply),
         }
@@ -169,7 +182,7 @@ def events(request: ChatRequest, replies: Sequence[Reply], number: int) -> Itera
     """Yield the answer as server-sent events."""
     head = _head(request, number, "chat.completion.chunk")
     for i, reply in enumerate(replies):
-        message = {"role": "assistant", **_message_of(reply, f"{number}_{i}")}
+        message = {"role": "assistant", **message_of(reply, f"{number}_{i}")}
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
         choice = {"index": i, "delta": message, "logprobs": _logprobs(reply), "finish_reason": None}
@@ -190,41 +203,33 @@ def _head(request: ChatRequest, number: int, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _message_of(reply: Reply, number: str) -> dict[str, Any]:
-    calls = reply.message.get("tool_calls") or []
-    found: dict[str, Any] = {"content": reply.message.get("content") or (None if calls else "")}
-    if thinking := thinking_of(reply.message):
-        found["reasoning_content"] = thinking
-    if calls:
-        functions = [call.get("function", call) for call in calls]
-        found["tool_calls"] = [
-            {"id": f"call_{number}_{i}", "type": "function", "function": _function(function)}
-            for i, function in enumerate(functions)
-        ]
+def message_of(reply: Reply, number: str) -> dict[str, Any]:
+    """Return an answer as a message; `number` makes the ids of its calls."""
+    found: dict[str, Any] = {"content": reply.text or (None if reply.calls else "")}
+    if reply.thinking:
+        found["reasoning_content"] = reply.thinking
+    if reply.calls:
+        functions = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in reply.calls]
+        called = [(f"call_{number}_{i}", function) for i, function in enumerate(functions)]
+        found["tool_calls"] = [{"id": name, "type": "function", "function": function} for name, function in called]
     return found
 
 
-def _function(function: dict[str, Any]) -> dict[str, str]:
-    arguments = function.get("arguments") or {}
-    return {
-        "name": str(function.get("name")),
-        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
-    }
-
-
 def _logprobs(reply: Reply) -> dict[str, Any] | None:
-    if reply.logprobs is None:
-        return None
-    content = [
+    return None if reply.logprobs is None else {"content": logprobs_of(reply), "refusal": None}
+
+
+def logprobs_of(reply: Reply) -> list[dict[str, Any]]:
+    """Return the log-probabilities of an answer's tokens."""
+    return [
         {
             "token": text,
             "bytes": list(text.encode()),
             "logprob": -9999.0 if value is None else value,
             "top_logprobs": [],
         }
-        for text, value in reply.logprobs
+        for text, value in reply.logprobs or ()
     ]
-    return {"content": content, "refusal": None}
 
 
 def _usage(replies: Sequence[Reply]) -> dict[str, int]:

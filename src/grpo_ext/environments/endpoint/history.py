@@ -14,6 +14,7 @@ from grpo_ext.environments.endpoint.requests import ChatRequest, calls_of, think
 from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.rendering import Context, Renderer
 from grpo_ext.objective.trajectory import common
+from grpo_ext.rewards.text import conversation_text
 
 Key: TypeAlias = str
 """What two messages must share to be the same: role, thinking, text, calls."""
@@ -98,6 +99,26 @@ class History:
         asked = self._renderer.harmless(last.asked)
         shared = next((i for i, (a, b) in enumerate(zip(asked, opening, strict=False)) if a != b), len(opening))
         return [*asked[shared:], last.parsed]
+
+    @property
+    def branches(self) -> str:
+        """Conversations that the last one does not have, as text, each from where it leaves one that is shown."""
+        shown, texts = list[Finished](), list[str]()
+        for turn in reversed(self._finished):
+            number, shared = max(
+                ((i, common(turn.keys, other.keys)) for i, other in enumerate(shown)),
+                key=lambda branch: branch[1],
+                default=(0, 0),
+            )
+            if shared == len(turn.keys):
+                continue
+            messages = [*self._renderer.harmless(turn.asked), turn.parsed][shared:]
+            of = f"branch {number}" if number else "prompt and completion"
+            texts.append(
+                f"--- branch {len(shown)}: after message {shared} of {of} ---\n\n{conversation_text(messages)}"
+            )
+            shown.append(turn)
+        return "\n\n".join(texts[1:])
 
 
 def keys_of(request: ChatRequest) -> list[Key]:

@@ -21,6 +21,10 @@ class Refused(ValueError):
         self.status, self.code = status, code
 
 
+_TEXTS = ("input_text", "output_text")
+"""Types of parts that are text, by which the dialects differ."""
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """What an agent asks of the model."""
@@ -28,6 +32,8 @@ class ChatRequest:
     messages: list[Message]
     """As a chat template takes them: contents are text, arguments of calls are mappings."""
     tools: list[dict[str, Any]] | None = None
+    left_out: tuple[str, ...] = ()
+    """Types of tools that only the dialect's own service can run."""
     choices: int = 1
     """Number of answers."""
     limit: int | None = None
@@ -46,7 +52,10 @@ class ChatRequest:
 class Reply:
     """One answer of the model."""
 
-    message: Message
+    text: str
+    thinking: str
+    calls: list[tuple[str, Any]]
+    """Names and arguments of tools."""
     finish: str
     """stop, length or tool_calls."""
     read: int
@@ -82,11 +91,18 @@ def text_of(content: object, where: str) -> str:
     Raises:
         Refused: a part is not text.
     """
-    if content is None or isinstance(content, str):
-        return content or ""
+    if isinstance(content, str):
+        return content
+    if content in (None, []):
+        return ""
+    content = [_as_text(part) for part in content] if isinstance(content, list) else content
     if is_parts(content) and medium(content) is None:
         return parts_text(content)  # type: ignore[arg-type]
     raise Refused(f"{where} has content that is not text. Send text only.", "unsupported_content")
+
+
+def _as_text(part: object) -> object:
+    return {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in _TEXTS else part
 
 
 def call_of(name: object, arguments: object) -> dict[str, Any]:

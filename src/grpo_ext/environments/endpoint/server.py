@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from grpo_ext.environments.endpoint import chat, messages
+from grpo_ext.environments.endpoint import chat, messages, responses
 from grpo_ext.environments.endpoint.requests import ChatRequest, PendingRequest, Refused, Reply
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ LARGEST = 2**24
 _CLOSING_SECONDS = 5.0
 _IDLE_SECONDS = 600
 """For which an agent's connection stays open between two requests."""
-DIALECTS = {"chat/completions": chat, "messages": messages}
+DIALECTS = {"chat/completions": chat, "messages": messages, "responses": responses}
 """Modules that convert a dialect's bodies to requests, and replies to its answers and events, by path."""
 
 
@@ -101,16 +101,9 @@ class Endpoint:
         self._lines: dict[int, Line] = {}
         self._requests, self._attempts, self._last = itertools.count(1), itertools.count(1), 0
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        config = uvicorn.Config(
-            self._application(),
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=_IDLE_SECONDS,
-        )
+        plain: dict[str, Any] = {"loop": "asyncio", "ws": "none", "lifespan": "off"}
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
+        config = uvicorn.Config(self._application(), timeout_keep_alive=_IDLE_SECONDS, **plain, **quiet)
         self._server = uvicorn.Server(config)
         run = self._server.run
         self._thread = threading.Thread(target=run, args=([self._socket],), daemon=True, name="endpoint")
@@ -154,7 +147,7 @@ class Endpoint:
         try:
             line = self._line(request)
             chat_request = dialect.parse(await _body(request))
-            self._tell(chat_request.sampling)
+            self._tell(chat_request)
             replies = await self._replies(line, chat_request)
         except Refused as refused:
             return _json(dialect.error(refused), refused.status)
@@ -176,10 +169,8 @@ class Endpoint:
         Raises:
             Refused: it has another key, or the attempt is over.
         """
-        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get(
-            "x-api-key", ""
-        )
-        number = request.path_params["line"]
+        headers, number = request.headers, request.path_params["line"]
+        given = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
         number = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
         if (line := self._lines.get(number)) is None:
             raise _ended() if 0 < number <= self._last else Refused("there is no such attempt", "invalid_api_key", 401)
@@ -212,14 +203,16 @@ class Endpoint:
             raise result
         return result
 
-    def _tell(self, sampling: Mapping[str, Any]) -> None:
-        """Log once for each setting that the recipe's value holds."""
-        for name, value in sampling.items():
-            own = self._sampling.get(name)
-            if name not in self._told and value != own:
-                self._told.add(name)
-                reason = "since the policy is trained as it samples"
-                logger.warning(f"agents ask for {name}={value!r:.50}; the recipe's {own!r} holds, {reason}.")
+    def _tell(self, request: ChatRequest) -> None:
+        """Log once what a request names in vain: settings of sampling, and tools of the dialect's own service."""
+        others = {name: value for name, value in request.sampling.items() if value != self._sampling.get(name)}
+        for name in {*others, *request.left_out} - self._told:
+            self._told.add(name)
+            if name in others:
+                text = f"{name}={others[name]!r:.50}; the recipe's {self._sampling.get(name)!r} holds"
+                logger.warning(f"agents ask for {text}, since the policy is trained as it samples.")
+            else:
+                logger.warning(f"agents offer a tool of type {name:.50}, which runs nowhere here; it is left out.")
 
 
 def _ended() -> Refused:
@@ -230,13 +223,18 @@ async def _body(request: "Request") -> bytes:
     """Return the body of a request.
 
     Raises:
-        Refused: it has more than `LARGEST` bytes.
+        Refused: it has more than `LARGEST` bytes, or the agent has left before its end.
     """
+    from starlette.requests import ClientDisconnect
+
     found = bytearray()
-    async for chunk in request.stream():
-        found += chunk
-        if len(found) > LARGEST:
-            raise Refused(f"the body has more than {LARGEST} bytes", "request_too_large", 413)
+    try:
+        async for chunk in request.stream():
+            found += chunk if len(found) <= LARGEST else b""  # read to the end, so that the agent can read the answer
+    except ClientDisconnect:
+        raise Refused("the agent has left", "disconnected", 499) from None
+    if len(found) > LARGEST:
+        raise Refused(f"the body has more than {LARGEST} bytes", "request_too_large", 413)
     return bytes(found)
 
 
