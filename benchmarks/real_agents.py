@@ -63,6 +63,8 @@ def call(name: str, **arguments: object) -> str:
 
 OPENCODE = {
     "model": "policy/policy",
+    "small_model": "policy/policy",
+    "enabled_providers": ["policy"],
     "permission": "allow",
     "autoupdate": False,
     "share": "disabled",

@@ -183,6 +183,7 @@ async def speaks_otherwise(row, client):
         with contextlib.suppress(anthropic.BadRequestError):
             await other.messages.create(messages=messages, **options, tool_choice={"type": "any"})
             raise AssertionError
+        assert (await http.post(f"{url}/messages")).status_code == 401  # by clients that add no /v1 to the base
     return 1.0
 
 

@@ -136,13 +136,14 @@ class Endpoint:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        answers = [Route(f"/{{line}}/v1/{path}", self._answer, methods=["POST"]) for path in DIALECTS]
+        paths = [f"{version}/{path}" for version in ("/v1", "") for path in DIALECTS]  # some clients add no /v1
+        answers = [Route(f"/{{line}}{path}", self._answer, methods=["POST"]) for path in paths]
         return Starlette(routes=[*answers, Route("/{line}/v1/models", self._models)])
 
     async def _answer(self, request: "Request") -> "Response":
         from starlette.responses import StreamingResponse
 
-        dialect = DIALECTS[request.url.path.split("/v1/", 1)[1]]
+        dialect = DIALECTS[request.url.path.split("/", 2)[2].removeprefix("v1/")]
         number = next(self._requests)
         try:
             line = self._line(request)
