@@ -190,7 +190,7 @@ def policy_of(tokenizer: PreTrainedTokenizerFast, says: list[str]) -> PreTrained
         losses = torch.nn.functional.cross_entropy(logits, torch.tensor(following), reduction="none")
         (losses[: len(pairs)].mean() + 0.1 * losses[len(pairs) :].mean()).backward()
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
     return model
 
 
