@@ -213,9 +213,10 @@ bench-trajectories: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/trajectories.py
 
 bench-environments: install
-	@echo "bench-environments: slow environments beside stock TRL's loop, and a thousand that fail"
+	@echo "bench-environments: slow environments beside stock TRL's loop, and those that fail, agents too"
 	$(QUIET_ENV) $(BIN)/python benchmarks/environment_latency.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/environment_faults.py
+	$(QUIET_ENV) $(BIN)/python benchmarks/agent_faults.py
 
 bench-game: install
 	@echo "bench-game: the quickstart that plays a game, as an environment and as an agent, three seeds"

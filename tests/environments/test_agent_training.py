@@ -98,10 +98,11 @@ def test_the_table_of_completions_has_the_branches(tmp_path):
 
 
 def test_an_evaluation_and_a_sample_have_the_branches(tmp_path):
-    made = trainer_of(tmp_path, {"path": f"{agents.__file__}:branches"})
+    made = trainer_of(tmp_path, {"path": f"{agents.__file__}:branches"}, num_generations_eval=2)
     rows = [{"prompt": [{"role": "user", "content": f"guess {i}:"}]} for i in range(2)]
     kept = tmp_path / "samples.jsonl"
     evaluate(made, EvalSet("held", samples=2, plays=True, seed=5), rows, kept=kept, identity={}, workers=0)
+    made.model.eval()
     sampled = [row for rows in islice(sample(made, 2, 2), 2) for row in rows]
     made.close_rewards()
     evaluated = [one for line in kept.read_text().splitlines()[1:] for one in json.loads(line)["samples"]]

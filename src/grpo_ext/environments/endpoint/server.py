@@ -141,8 +141,6 @@ class Endpoint:
         return Starlette(routes=[*answers, Route("/{line}/v1/models", self._models)])
 
     async def _answer(self, request: "Request") -> "Response":
-        from starlette.responses import StreamingResponse
-
         dialect = DIALECTS[request.url.path.split("/", 2)[2].removeprefix("v1/")]
         number = next(self._requests)
         try:
@@ -152,8 +150,8 @@ class Endpoint:
             replies = await self._replies(line, chat_request)
         except Refused as refused:
             return _json(dialect.error(refused), refused.status)
-        if chat_request.stream:
-            return StreamingResponse(dialect.events(chat_request, replies, number), media_type="text/event-stream")
+        if chat_request.stream:  # all at once: the whole answer has been sampled
+            return _sent("".join(dialect.events(chat_request, replies, number)), "text/event-stream")
         return _json(dialect.document(chat_request, replies, number))
 
     async def _models(self, request: "Request") -> "Response":
@@ -240,6 +238,10 @@ async def _body(request: "Request") -> bytes:
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> "Response":
+    return _sent(json.dumps(body), "application/json", status)
+
+
+def _sent(body: str, kind: str, status: int = 200) -> "Response":
     from starlette.responses import Response
 
-    return Response(json.dumps(body), status, media_type="application/json")
+    return Response(body, status, media_type=kind)

@@ -2,13 +2,13 @@
 
 import os
 import re
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_ext.child_processes import describe_exit
 from grpo_ext.environments.protocol import Agent, AgentTask, environments
 from grpo_ext.errors import Problem
 from grpo_ext.rewards.text import completion_text
@@ -110,8 +110,7 @@ class Command(Agent):
             log.seek(max(0, log.tell() - _TAIL))
             self.output = log.read().decode(errors="replace").strip()
         if done.returncode < 0:
-            name = signal.Signals(-done.returncode).name
-            raise CommandFailed(f"{arguments[0]} was killed by {name}. {self.output}")
+            raise CommandFailed(f"{arguments[0]}: {describe_exit(done.returncode)}. {self.output}")
         return done.returncode
 
     def _number(self, folder: Path) -> float:
