@@ -71,7 +71,11 @@ OPENCODE = {
     "provider": {
         "policy": {
             "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
+            "options": {
+                "baseURL": "{env:OPENAI_BASE_URL}",
+                "apiKey": "{env:OPENAI_API_KEY}",
+                "headerTimeout": False,  # else 5 minutes, in which the policy may be waiting for other attempts
+            },
             "models": {"policy": {"limit": {"context": POSITIONS, "output": 4096}}},
         }
     },
@@ -109,7 +113,7 @@ AGENTS = {
         ["{agents}/opencode/node_modules/.bin/opencode", "--version"],
         "chat completions, streamed",
         ["{agents}/opencode/node_modules/.bin/opencode", "run", "{prompt}"],
-        [call("bash", command=TOUCH, description="Create the file"), "Done."],
+        [call("bash", command=TOUCH), "Done."],
         {"HOME": "{folder}", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
         {"opencode.json": json.dumps(OPENCODE)},
     ),
