@@ -3,7 +3,7 @@
 FOLDER holds what is installed before, each in a folder of its own, with the versions of the committed results:
 
     npm install --prefix FOLDER/opencode opencode-ai@1.18.33
-    npm install --prefix FOLDER/claude @anthropic-ai/claude-code@2.1.332
+    npm install --prefix FOLDER/claude @anthropic-ai/claude-code@2.1.197
     npm install --prefix FOLDER/codex @openai/codex@0.171.0
     python -m venv FOLDER/mini && FOLDER/mini/bin/pip install mini-swe-agent
     python -m venv FOLDER/smol && FOLDER/smol/bin/pip install smolagents openai
