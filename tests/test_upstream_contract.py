@@ -150,7 +150,10 @@ def test_make_test_lowest_pins_every_dependency():
     """But the stubs of types, which have no lower bound."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(line for name in ("dev", "json", "plot", "tasks") for line in extras[name])]
+    asked = [
+        *project["dependencies"],
+        *(line for name in ("agents", "dev", "json", "plot", "tasks") for line in extras[name]),
+    ]
     names = {Requirement(line).name for line in asked} - {"grpo-ext", "types-PyYAML"}
     pins = subprocess.run([sys.executable, ROOT / ".ci" / "lowest.py"], capture_output=True, text=True, check=True)
     assert {line.partition("==")[0] for line in pins.stdout.split()} == names
