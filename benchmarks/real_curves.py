@@ -4,7 +4,8 @@
 
 MODEL is a folder with the model of the recipes or its hub name, DATA a folder with GSM8K's train.jsonl and test.jsonl.
 Each recipe is trained in outputs/curves by the command of its header; a second call resumes where the first was
-stopped, as any run does. Writes results/real_curves.json, real_curves.md and real_curves.png.
+stopped, as any run does. Writes results/real_curves.json, real_curves.md, real_curves.png, and the report of the first
+recipe's run to docs/example_report.html.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 RESULT = FOLDER / "results" / "real_curves.json"
-RUNS = FOLDER.parent / "outputs" / "curves"
+RUNS, REPORT = FOLDER.parent / "outputs" / "curves", FOLDER.parent / "docs" / "example_report.html"
 RECIPES = ("laptop/qwen2.5-coder-0.5b-dr_grpo-lora",)
 KEPT = {
     "reward": "reward",
@@ -37,6 +38,15 @@ def trained(recipe: str, model: str, data: str) -> Path:
     argv = ["train", "--config", recipe, *places, "--output_dir", str(output)]
     subprocess.run([sys.executable, "-m", "grpo_ext", *argv], check=True)
     return output
+
+
+def report(run: Path, hub_names: dict[str, str]) -> None:
+    """Write the report of a run, in which names of the hub stand for the folders of this machine."""
+    subprocess.run([sys.executable, "-m", "grpo_ext", "report", str(run), "--output", str(REPORT)], check=True)
+    text = REPORT.read_text()
+    for folder, name in hub_names.items():
+        text = text.replace(folder, name)
+    REPORT.write_text(text)
 
 
 def read(run: Path) -> dict:
@@ -75,7 +85,8 @@ def page(curves: dict[str, dict]) -> str:
         hours = sum(step["seconds"] or 0.0 for step in curve["steps"]) / 3600
         row = (f"`{name}`", curve["last step"], before, after, gained, tokens, cut, f"{hours:.1f}")
         text.append("| " + " | ".join(map(str, row)) + " |")
-    return "\n".join([*text, "", "![accuracy, length and format over training](real_curves.png)", ""])
+    shown = "[The report of the first](../docs/example_report.html), as `grpo-ext report` writes it."
+    return "\n".join([*text, "", shown, "", "![accuracy, length and format over training](real_curves.png)", ""])
 
 
 def interval(found: dict) -> str:
@@ -127,7 +138,11 @@ def main() -> None:
     options = parser.parse_args()
     curves = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     for recipe in options.recipes:
-        curves[recipe] = read(trained(recipe, options.model, options.data))
+        run = trained(recipe, options.model, options.data)
+        curves[recipe] = read(run)
+        if recipe == RECIPES[0]:
+            own = {options.model: "Qwen/Qwen2.5-Coder-0.5B-Instruct", options.data: "openai/gsm8k"}
+            report(run, {str(run): f"outputs/{run.name}", **own})
         RESULT.write_text(json.dumps(curves, indent=1) + "\n")
         (FOLDER / "real_curves.md").write_text(page(curves))
         picture(curves)

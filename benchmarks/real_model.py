@@ -30,9 +30,16 @@ SIDES = {
     "off": "grpo-ext, features off",
     "before": "grpo-ext before",
     "grpo-ext": "grpo-ext",
+    "vllm": "grpo-ext, rollouts by vLLM (colocated)",
 }
-OFF = {"loss_defaults": "trl", "rollout_engine": "generate", "shared_prefix": "false", "skip_zero_advantages": False}
-"""Settings by which the steps are stock's, to the bit."""
+SETTINGS = {
+    "off": {
+        **{"loss_defaults": "trl", "rollout_engine": "generate"},
+        **{"shared_prefix": "false", "skip_zero_advantages": False},
+    },
+    "vllm": {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512, "vllm_dtype": "bfloat16"},
+}
+"""Settings of a side; with "off" the steps are stock's, to the bit."""
 STEPS, GROUP, ROWS = 2, 8, 16
 PARTS = ("rollout", "forward", "backward", "optimizer")
 LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length", "completions/max_length")
@@ -142,7 +149,7 @@ def run(options) -> dict:
             report_to="none",
             disable_tqdm=True,
             seed=options.seed,
-            **(OFF if options.side == "off" else {}),
+            **SETTINGS.get(options.side, {}),
         ),
         data,
         processing_class=AutoTokenizer.from_pretrained(options.model),
@@ -264,7 +271,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--before", default="")
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES)[:-1], choices=SIDES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--precision", default="bf16", choices=("bf16", "float32"))

@@ -1,14 +1,18 @@
-"""What other systems lack (Windows: POSIX; MPS: numbers of 64 bits), and what light commands do without."""
+"""What other systems lack (Windows: POSIX; Apple's GPU: numbers of 64 bits), and what light commands do without."""
 
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.commands.arguments import COMMANDS
-from grpo_ext.config.launch import planned_processes
 from grpo_ext.recipe.parsing import load_recipe
+from support import tiny
+from support.trainers import build
 
 
 def fresh(program: str) -> str:
@@ -65,11 +69,47 @@ def test_windows_has_no_reward_workers(monkeypatch):
     assert load_recipe(["--config", "quickstart/grpo", "--reward_workers", "0"]).script.reward_workers == 0
 
 
-def test_mps_is_refused_for_want_of_float64(monkeypatch):
+def test_apples_gpu_trains_in_one_process(monkeypatch):
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
     settings = {"report_to": "none", "bf16": False}
-    with pytest.raises(ConfigError, match=r"^1 problem.*\n.*use_cpu=False: .* MPS, .* Set use_cpu: true"):
+    GRPOExtConfig(**settings)
+    monkeypatch.setattr("grpo_ext.config.machine.world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"^1 problem.*\n.*use_cpu=False: Apple's .*these are 2.*use_cpu: true"):
         GRPOExtConfig(**settings)
     GRPOExtConfig(**settings, use_cpu=True)
-    with planned_processes(1):
-        GRPOExtConfig(**settings)
+
+
+class Wide(TorchDispatchMode):
+    """Notes operations that return float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.found |= {function for x in tree_leaves(result) if getattr(x, "dtype", None) == torch.float64}
+        return result
+
+
+@pytest.mark.parametrize("widest", [torch.float64, torch.float32])
+def test_the_device_computes_in_no_wider_numbers_than_it_has(widest, tmp_path, monkeypatch):
+    for name, module in list(sys.modules.items()):
+        if name.startswith("grpo_ext") and "widest" in vars(module):
+            monkeypatch.setattr(module, "widest", lambda device: widest)
+    trainer = build(tiny.model(), tmp_path, max_steps=3, num_iterations=2, beta=0.1, evaluated=tiny.prompts(4))
+    wide = Wide()
+
+    def watched(function):
+        def inside(*args, **kwargs):
+            with wide:
+                return function(*args, **kwargs)
+
+        return inside
+
+    for of, name in ((trainer, "_compute_loss"), (trainer, "_policy_logps"), (trainer.collector.own, "sample")):
+        monkeypatch.setattr(of, name, watched(getattr(of, name)))
+    trainer.train()
+    trainer.evaluate()
+    of_rows = {x.dtype for x in tree_leaves(trainer._generation.micro_batches) if torch.is_tensor(x)}
+    assert bool(wide.found) is (torch.float64 in of_rows) is (widest == torch.float64)

@@ -271,6 +271,12 @@ def test_without_held_out_results_the_verdict_is_unknown(tmp_path):
     assert "eval_reward rose from 0.1 at step 1 to 0.2 at step 2. One figure without an interval" in page.text
 
 
+def test_one_evaluation_is_no_change_but_was_made(tmp_path):
+    run = run_folder(tmp_path / "mine", steps=20, model_name_or_path="org/base")
+    evaluated(run, "base", "org/base", [0.25] * 4)
+    assert "Unknown on held-out prompts: they were evaluated only once. The reward" in page_of(tmp_path, run).text
+
+
 def test_labels_of_small_values_keep_their_digits(tmp_path):
     from grpo_ext.report.curves import Curve
 

@@ -162,7 +162,7 @@ class RowByRow:
             tokens["kl"] = self._penalties(places, width).view(-1, group, width)
             rewards = objective.less_kl(rewards, weights, **tokens)
             weights, total = weights.new_ones(1), rewards[..., 0]
-        values = objective.advantages(rewards, weights, self.history.on(rewards.device), None, **tokens)
+        values = objective.advantages(rewards, weights, self.history.together(), None, **tokens)
         self.history.remember(rewards, total)
         return values.float()  # TRL's dtype
 

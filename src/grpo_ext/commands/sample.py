@@ -83,7 +83,7 @@ def sample(trainer: GRPOExtTrainer, num: int, prompts: int) -> Iterator[list[Row
         collected = trainer.collector.collect(examples, attempts)
         assert collected.generated is not None
         assert collected.rewards is not None
-        completions, rewards = collected.generated.completions, collected.rewards.double().cpu()
+        completions, rewards = collected.generated.completions, collected.rewards.double()
         totals = weighted_total(rewards[None], weights.cpu(), missing=missing)[0].tolist()
         scored = [
             row_with_rewards({**as_json_row(example), "completion": text}, dict(zip(names, each, strict=True)), total)

@@ -45,17 +45,17 @@ def choose_cpu(config: GRPOExtArguments) -> None:
 def _precisions(config: GRPOExtArguments) -> Iterator[Problem]:
     if config.use_cpu:
         return
-    if torch.backends.mps.is_available():
-        reason = "this machine's accelerator is MPS, which has no float64, in which advantages are computed"
-        yield Problem("use_cpu", False, reason, "Set use_cpu: true and bf16: false.")
-        return
+    apple = torch.backends.mps.is_available()
+    if apple and world_size() > 1:
+        reason = f"Apple's GPU (MPS) trains in one process, and these are {world_size()}"
+        yield Problem("use_cpu", False, reason, "Launch one process, or set use_cpu: true and bf16: false.")
     if is_torch_bf16_gpu_available() or is_torch_xla_available():
         return
     bf16 = not config.fp16 if config.bf16 is None else config.bf16
     for name, value in (("bf16", bf16), ("bf16_full_eval", config.bf16_full_eval)):
         if value:
-            instead = "fp16: true" if torch.cuda.is_available() else "use_cpu: true"
-            cure = f"Run it where there is one, or set {instead} and {name}: false."
+            instead = "" if apple else "fp16: true and " if torch.cuda.is_available() else "use_cpu: true and "
+            cure = f"Run it where there is one, or set {instead}{name}: false."
             yield Problem(name, value, "this machine has no GPU that computes in bf16", cure)
 
 

@@ -28,6 +28,11 @@ def full_precision(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on Apple's GPU, which has no wider numbers."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def bounded(log_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
     """Cut `log_ratio` to +-LOG_RATIO_BOUND; a ratio that was cut has no gradient."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -224,7 +224,7 @@ def second_moment_cut(squares: Float[Tensor, " tokens"], bound: float) -> float:
 
     The largest leave first, and equal ones together. M2PO, arXiv:2510.01161.
     """
-    distinct, counts = squares.double().unique(return_counts=True)
+    distinct, counts = squares.cpu().double().unique(return_counts=True)
     means = (distinct * counts).cumsum(0) / counts.cumsum(0)
     within = int((means <= bound).sum())  # the means of an ascending sequence ascend
     return distinct[within - 1].item() if within else -1.0

@@ -118,10 +118,10 @@ def exact_way(score: Callable[[Way, int | None], Tensor], base: PreTrainedModel)
 
     def own() -> Tensor:
         rows = [scored(Way(logits=True, positions=counted and text), row) for row in range(2)]
-        return torch.cat([row for row in rows if row is not None]).double()
+        return torch.cat([row for row in rows if row is not None]).cpu().double()
 
     def error(found: Tensor | None) -> float:
-        apart = math.nan if found is None else (found - expected).abs().mean().item()
+        apart = math.nan if found is None else (found.cpu() - expected).abs().mean().item()
         return math.inf if math.isnan(apart) else apart
 
     stock = scored(Way())  # before others: ZeRO-3 learns from the first forward which parameters a module reads

@@ -132,7 +132,9 @@ def sentence(run: RunFolder) -> str:
     if reward is None:
         return f"Unknown: no held-out evaluation, and fewer than {2 * _LEAST} logs of the reward."
     noise = "" if reward.verdict != "Not shown" else ", which may be noise"
-    return f"Unknown on held-out prompts: none were evaluated (eval_sets, eval_strategy). The {reward}{noise}."
+    once = run.evaluations or _known(run, "eval_reward")
+    why = "they were evaluated only once" if once else "none were evaluated (eval_sets, eval_strategy)"
+    return f"Unknown on held-out prompts: {why}. The {reward}{noise}."
 
 
 def spent(run: RunFolder) -> dict[str, str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
+from grpo_ext.objective.ratios import widest
 from grpo_ext.packing.images import OF_TOKENS
 from grpo_ext.rollout.grouped_queries import selected
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
@@ -149,7 +150,8 @@ class _Batch:
         uniforms: Tensor | None,
         limits: Tensor | None,
     ) -> None:
-        self.uniforms = None if uniforms is None else uniforms.to(input_ids.device)
+        device = input_ids.device
+        self.uniforms = None if uniforms is None else uniforms.to(widest(device)).to(device)
         self.limits = None if limits is None else limits.to(input_ids.device)
         self.prompt = input_ids.shape[1]
         self.model, self.processors, self.criteria, self.config = model, processors, criteria, config
@@ -269,7 +271,8 @@ def picked(
     """
     whole = probabilities.shape[1] // BLOCK * BLOCK
     parts = (probabilities[:, :whole].unflatten(1, (-1, BLOCK)), probabilities[:, None, whole:])
-    up_to = torch.cat([part.sum(dim=-1) for part in parts], dim=1).double().cumsum(dim=1)
+    wide = widest(probabilities.device)
+    up_to = torch.cat([part.sum(dim=-1) for part in parts], dim=1).to(wide).cumsum(dim=1)
     total = up_to[:, -1:]
     if total.isnan().any():
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
@@ -278,7 +281,7 @@ def picked(
     before = torch.nn.functional.pad(up_to, (1, 0)).gather(1, block)
     tokens = block * BLOCK + torch.arange(BLOCK, device=block.device)
     inside = probabilities.gather(1, tokens.clamp(max=probabilities.shape[1] - 1))
-    inside = inside.masked_fill(tokens >= probabilities.shape[1], 0.0).double().cumsum(dim=1)
+    inside = inside.masked_fill(tokens >= probabilities.shape[1], 0.0).to(wide).cumsum(dim=1)
     return block * BLOCK + _containing(inside, number - before)
 
 

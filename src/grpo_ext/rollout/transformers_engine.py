@@ -21,6 +21,7 @@ from trl.models import unwrap_model_for_generation
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
+from grpo_ext.objective.ratios import widest
 from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
 from grpo_ext.rollout.decoding import decode, ended, padded
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
@@ -127,9 +128,9 @@ class TransformersSampler:
         device, uniforms = self.trainer.accelerator.device, None
         if streams is not None:
             uniforms = torch.from_numpy(numbers_drawn(streams, limits, rows, longest))
-        elif model.training and not self.engine.refusal and device.type != "mps":  # which has no float64
+        elif model.training and not self.engine.refusal:
             # not in an evaluation, which draws as `generate` does, whatever the launch
-            uniforms = torch.rand(rows, longest, dtype=torch.float64, device=device)
+            uniforms = torch.rand(rows, longest, dtype=widest(device), device=device)
         filled = contexts + [[self.trainer.eos_token_ids[0]]] * (rows - len(contexts))
         made = self._generated(filled, longest, uniforms, fields)
         return [

@@ -95,7 +95,7 @@ class Collector:
         logs.clear()
         with self._filling(collected):
             given = collected.rows, collected.prompts, made.completions, made.completion_ids
-            collected.rewards = self.trainer._calculate_rewards(*given)
+            collected.rewards = self.trainer._calculate_rewards(*given).cpu()
         logs.clear()
         return collected
 

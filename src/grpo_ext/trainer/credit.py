@@ -41,11 +41,11 @@ class GroupMeans:
         """Add a batch: rewards [groups, completions, functions], total [groups, completions]."""
         if self.batches.maxlen:
             columns = [group_means(column) for column in (*rewards.unbind(dim=-1), total)]
-            self.batches.append(torch.stack(columns, dim=-1).cpu())
+            self.batches.append(torch.stack(columns, dim=-1))
 
-    def on(self, device: torch.device) -> Tensor | None:
+    def together(self) -> Tensor | None:
         """Return all batches as [past groups, columns], or None where there are none."""
-        return torch.cat(list(self.batches)).to(device) if self.batches else None
+        return torch.cat(list(self.batches)) if self.batches else None
 
     def to_list(self) -> list[list[list[float]]]:
         """Return the batches in JSON's types."""
@@ -103,8 +103,7 @@ class Credit:
         """Return what the estimator sees of all processes' tokens: `mask`, `kl` and, of trajectories, their turns."""
         tokens = {"mask": mask} | ({} if kl is None else {"kl": kl})
         if (trajectories := collected.trajectories) and self.objective.sees_turns:
-            turns = turn_tensors(trajectories, collected.turn_rewards, mask.shape[1])
-            tokens |= {name: tensor.to(self.accelerator.device) for name, tensor in turns.items()}
+            tokens |= turn_tensors(trajectories, collected.turn_rewards, mask.shape[1])
         return _gathered(tokens, group, self.accelerator)
 
     def advantages(
@@ -137,7 +136,7 @@ class Credit:
                 tokens["turn_rewards"] = by_turn.unsqueeze(-2)
             rewards = objective.less_kl(rewards, weights, tokens["mask"], tokens["kl"])
             weights, total = weights.new_ones(1), rewards.squeeze(-1)
-        history = self.group_means.on(rewards.device)
+        history = self.group_means.together()
         values = objective.advantages(rewards, weights, history, log_metric, **tokens)
         if remember:
             self.group_means.remember(rewards, total)
@@ -147,10 +146,10 @@ class Credit:
         """Return the groups of all processes in which no completion would have an advantage."""
         assert collected.rewards is not None
         rewards = collected.rewards.double().view(-1, group, collected.rewards.shape[1])
-        weights, tokens = weights.double().to(rewards.device), {}
+        weights, tokens = weights.double(), {}
         if self.objective.sees_tokens:
-            tokens = self.tokens(collected, token_mask(collected).to(self.accelerator.device), group)
-        history = self.group_means.on(rewards.device)
+            tokens = self.tokens(collected, token_mask(collected), group)
+        history = self.group_means.together()
         return Credited(self.objective.advantages(rewards, weights, history, _ignore, **tokens), None).silent
 
 
@@ -191,11 +190,14 @@ def _number(state: Hashable) -> int:
 
 
 def _gathered(values: Mapping[str, Tensor], group: int, accelerator: Accelerator) -> dict[str, Tensor]:
-    """Gather tensors [rows, ..., time] of each process as [groups, completions, ..., time] of all."""
+    """Gather tensors [rows, ..., time] of each process as [groups, completions, ..., time] of all, on the CPU."""
     found = {}
     for name, tensor in values.items():
-        padded = accelerator.pad_across_processes(tensor, dim=-1, pad_index=PADDING.get(name, 0))
-        found[name] = accelerator.gather(padded.contiguous()).unflatten(0, (-1, group))
+        if accelerator.num_processes > 1:
+            index = PADDING.get(name, 0)
+            padded = accelerator.pad_across_processes(tensor.to(accelerator.device), dim=-1, pad_index=index)
+            tensor = accelerator.gather(padded.contiguous())
+        found[name] = tensor.cpu().unflatten(0, (-1, group))
     return found
 
 
@@ -223,7 +225,7 @@ class TRLAdvantages:
     ) -> "TRLAdvantages":
         """Compute them as TRL does for the nearest of its estimators."""
         scale = objective.advantage if estimators.traits(objective.advantage).trl else "group"
-        weights, unscored = weights.to(rewards.device), rewards.isnan().all(dim=1)
+        unscored = rewards.isnan().all(dim=1)
         total = (rewards * weights).nansum(dim=1).masked_fill(unscored, torch.nan)
         if objective.combination == "normalize_then_sum":
             grouped = rewards.view(-1, group, rewards.shape[1])
@@ -294,7 +296,7 @@ class AdvantageMonitor:
 
     def add(self, rewards: Tensor, all_zero: bool) -> None:
         """Add a generation: rewards [groups, completions, functions], and whether all advantages were 0."""
-        self.rewards = [*self.rewards, rewards.cpu()] if all_zero and not self.warned else []
+        self.rewards = [*self.rewards, rewards] if all_zero and not self.warned else []
         if len(self.rewards) == PATIENCE:
             self.warned = True
             logger.warning(self.describe())

@@ -7,7 +7,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from grpo_ext.objective.advantages import zero_variance
-from grpo_ext.objective.ratios import masked
+from grpo_ext.objective.ratios import masked, widest
 from grpo_ext.packing.micro_batches import live_mask
 from grpo_ext.rollout.collected import Collected
 from grpo_ext.rollout.seeing import described
@@ -32,18 +32,18 @@ def assign_credit(
     """
     assert collected.rewards is not None
     group = trainer.num_generations if mode == "train" else trainer.num_generations_eval
-    rank, rows = trainer.accelerator.process_index, len(batch["completion_ids"])
+    rank, rows, device = trainer.accelerator.process_index, len(batch["completion_ids"]), trainer.accelerator.device
     rewards = collected.rewards.double().view(-1, group, collected.rewards.shape[1])
-    weights = trainer.reward_weights.double().to(trainer.accelerator.device)
+    weights = trainer.reward_weights.double()
     total = trainer._credit.total(rewards, weights)
     stock = TRLAdvantages.of(collected.rewards, trainer.reward_weights, group, trainer.objective)
     _log_rewards(trainer, rewards, stock, total, mode)
     if mode == "train":
-        batch |= with_rewards(batch, rewards, rank)
-        batch[ROWS] = _row_record(trainer, collected, rewards, total)
+        batch |= with_rewards(batch, rewards.to(widest(device)).to(device), rank)
+        batch[ROWS] = _row_record(trainer, collected, rewards, total).to(widest(device)).to(device)
     if trainer.objective.stock_advantages and trainer.args.loss_defaults == "trl":
         _note_zero_advantages(trainer, rewards, zero_variance(total), mode)
-        batch["advantages"] = stock.advantages[rank * rows :][:rows]
+        batch["advantages"] = stock.advantages[rank * rows :][:rows].to(device)
         return stock.advantages.tolist()
     tokens: dict[str, Tensor] = {}
     if trainer.objective.sees_tokens:
@@ -58,7 +58,8 @@ def assign_credit(
     dtype, remember = stock.advantages.dtype, mode == "train"
     credited = trainer._credit.advantages(rewards, weights, total, tokens, log_metric, dtype=dtype, remember=remember)
     _note_zero_advantages(trainer, rewards, credited.silent, mode)
-    batch["advantages"] = credited.local(rank, *batch["completion_ids"].shape)
+    local = credited.local(rank, *batch["completion_ids"].shape)
+    batch["advantages"] = local.to(device)
     return credited.by_completion().tolist()
 
 
@@ -122,6 +123,6 @@ def _reward_kl(trainer: Any, output: dict[str, Any], logps: Tensor | None, mask:
     log_ref_ratio = masked(output["ref_per_token_logps"] - logps, mask)
     per_token = trainer.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
     by_row = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)
-    total, known = trainer.accelerator.gather(by_row).double().sum(dim=0).tolist()
+    total, known = trainer.accelerator.gather(by_row).cpu().double().sum(dim=0).tolist()
     trainer._metrics[mode]["kl"].append(total / max(known, 1.0))
     return per_token

@@ -17,6 +17,7 @@ from trl.trainer.utils import RepeatSampler, nanstd
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
+from grpo_ext.objective.ratios import widest
 from grpo_ext.trainer.credit import group_shares
 
 
@@ -67,7 +68,7 @@ class Evaluated:
         """Add the lengths of this process's completions, and whether they were truncated; before `add_rewards`."""
         lengths = [len(row) for row in ids] if tool_mask is None else [sum(mask) for mask in tool_mask]
         local = torch.tensor([lengths, [row[-1] not in ends for row in ids]], device=accelerator.device)
-        self.lengths.append(accelerator.gather(local.T.contiguous()))
+        self.lengths.append(accelerator.gather(local.T.contiguous()).cpu())
 
     def add_rewards(self, rewards: Float[Tensor, "rows functions"]) -> int:
         """Add the rewards of a batch of all processes; return how many of its rows are not fillers."""
@@ -112,6 +113,7 @@ def batch_weight(objective: Objective, totals: StepTotals) -> Float[Tensor, ""]:
 
     It is 0 for a batch without a live token, whose denominators count as 1 so that its loss is 0.
     """
-    one = torch.ones((1, 1), dtype=torch.float64, device=totals.tokens.device)
+    device = totals.tokens.device
+    one = torch.ones((1, 1), dtype=widest(device), device=device)
     unit = StepTotals(*(one.squeeze() for _ in totals))
     return objective.aggregate(one, one, unit) / objective.aggregate(one, one, totals) * (totals.tokens > 0)

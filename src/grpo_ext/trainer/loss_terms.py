@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
-from grpo_ext.objective.ratios import LOG_RATIO_BOUND, masked
+from grpo_ext.objective.ratios import LOG_RATIO_BOUND, masked, widest
 from grpo_ext.objective.surrogates import Regions
 from grpo_ext.packing.micro_batches import MicroBatch
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
@@ -129,7 +129,7 @@ def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, 
     def counted(mask: Tensor, once: bool) -> tuple[Tensor, Tensor]:
         if (key := (id(mask), once)) not in live:
             counts = mask.bool().any(dim=1, keepdim=True) if once else mask.bool()
-            live[key] = counts, counts.sum(dtype=torch.float64)
+            live[key] = counts, counts.sum(dtype=widest(mask.device))
         return live[key]
 
     found: list[Tensor] = []
@@ -139,7 +139,7 @@ def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, 
         else:  # [batch, 1] counts once for each completion that has a live token
             counts, number = counted(mask, values.shape[1] == 1)
             found += [torch.where(counts, values, 0.0).sum(), number]
-    return torch.stack([x.double() for x in found]).view(-1, 2)
+    return torch.stack([x.to(widest(x.device)) for x in found]).view(-1, 2)
 
 
 def _log_sums(weights: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "figures 3"]:

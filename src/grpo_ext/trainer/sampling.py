@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_ext.objective.ratios import widest
 from grpo_ext.objective.sampler_correction import Corrected, SamplerRule, corrected
 from grpo_ext.packing.micro_batches import live_mask
 
@@ -58,9 +59,10 @@ def weight_figures(found: Corrected, mask: Tensor, accelerator: Accelerator) -> 
     mean of 1.
     """
     live = mask.bool()
-    weights = torch.where(live, found.weights, 0.0).double()
-    lowest = torch.where(live, found.weights, torch.inf).amin(dim=1).double()
-    rows = torch.stack([live.sum(dim=1).double(), weights.sum(dim=1), lowest, weights.amax(dim=1)], dim=1)
+    wide = widest(mask.device)
+    weights = torch.where(live, found.weights, 0.0).to(wide)
+    lowest = torch.where(live, found.weights, torch.inf).amin(dim=1).to(wide)
+    rows = torch.stack([live.sum(dim=1).to(wide), weights.sum(dim=1), lowest, weights.amax(dim=1)], dim=1)
     rows = accelerator.gather(rows)
     rows = rows[rows[:, 0] > 0]
     if not len(rows):

@@ -177,8 +177,8 @@ def no_signal(history: History) -> str:
     if not values or min(values) < 1 or len(values) < (1 if history.complete else TREND):
         return ""
     beside = ((name, _known(history.columns.get(name, []))) for name in ("reward", "groups/all_wrong", _CUT))
-    seen = ", ".join(f"{name} {span(found)}" for name, found in beside if found)
-    return f"{_SILENT} 1 in all {len(values)} logs; {seen}"
+    beside_it = ", ".join(f"{name} {span(found)}" for name, found in beside if found)
+    return f"{_SILENT} 1 in all {len(values)} logs; {beside_it}"
 
 
 # Steps.

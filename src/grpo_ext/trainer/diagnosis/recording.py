@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers import TrainingArguments as Arguments
 
-from grpo_ext.objective.ratios import LOG_RATIO_BOUND
+from grpo_ext.objective.ratios import LOG_RATIO_BOUND, widest
 from grpo_ext.packing.micro_batches import live_mask
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.credit import per_completion
@@ -100,7 +100,7 @@ def token_figures(
 def log_weights(
     inputs: Mapping[str, Any], tensors: Mapping[str, Tensor], live: Tensor | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the log-weights of a micro-batch's completions, in float64, and which completions count.
+    """Return the log-weights of a micro-batch's completions, in the widest numbers, and which completions count.
 
     A weight is a product over tokens, so it is never formed itself: of long completions it leaves float64.
 
@@ -116,7 +116,8 @@ def log_weights(
         pairs["sampling/ess_completions"] = policy, sampler, computed & ~sampler.isnan()
     found = {}
     for name, (above, below, counted) in pairs.items():
-        log_ratio = (above.double() - below.double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        wide = widest(above.device)
+        log_ratio = (above.to(wide) - below.to(wide)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         found[name] = torch.where(counted, log_ratio, 0.0).sum(dim=1), counted.any(dim=1)
     return found
 
@@ -146,7 +147,7 @@ def row_record(
     seen: dict[tuple[int, ...], int] = {}
     texts = [seen.setdefault((of, *ids), len(seen)) for of, ids in zip(groups, completion_ids, strict=True)]
     known = [texts, groups, [len(ids) for ids in completion_ids]]
-    columns = torch.tensor(known, dtype=torch.float64, device=rewards.device).T
+    columns = torch.tensor(known, dtype=torch.float64).T
     return torch.cat([columns, total[:, None], rewards], dim=1)[..., None]
 
 
@@ -329,7 +330,7 @@ class Watching(TrainerCallback):
         if rate == 0 or live.shape != moved.shape or not live.any():
             return
         half, self._in_half = self._in_half, None
-        if (share := moved[live].double().mean().item()) < _FEW:
+        if (share := moved[live].float().mean().item()) < _FEW:
             logger.warning(
                 f"learning_rate={rate:.1e}: a step moved {share:.1%} of the trained weights, because they are in "
                 f"{str(half).removeprefix('torch.')}, which rounds smaller updates away. Set dtype: float32 (bf16: "
