@@ -52,6 +52,7 @@ def test_the_agent_trains_as_it_is(tmp_path):
     options = {"run": [sys.executable, str(ROOT / "examples" / "agent.py"), "{solution}"]}
     entries = json.dumps([{"name": "command", "max_turns": 5, "kwargs": options}])
     few = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 1, "eval_strategy": "no"}
+    few |= {"eval_on_start": False}
     warm = ensure_model(0, tmp_path / "cache", steps=2, lesson=LESSONS["quickstart/guess"])
     few |= {"save_strategy": "no", "output_dir": tmp_path, "environments": entries, "model_name_or_path": warm}
     words = [word for name, value in few.items() for word in (f"--{name}", str(value))]

@@ -55,10 +55,11 @@ def _made(make: Callable[..., Dataset], name: str, *args: object, **kwargs: obje
         raise ConfigError([Problem(name, ABSENT, f"the rows cannot form a table ({error})", cure)]) from error
 
 
-def prompt_problems(dataset: object, name: str) -> Iterator[Problem]:
+def prompt_problems(dataset: object, name: str, *, continued: bool = False) -> Iterator[Problem]:
     """Yield what is wrong with the prompts of a dataset: no rows, no column, or the first row that cannot be used.
 
-    Only the columns of a stream are checked, if it has any names for them.
+    Only the columns of a stream are checked, if it has any names for them. `continued`: an environment adds to
+    each prompt.
     """
     columns = getattr(dataset, "column_names", None)
     if not columns:
@@ -72,7 +73,7 @@ def prompt_problems(dataset: object, name: str) -> Iterator[Problem]:
     elif isinstance(dataset, Dataset):
         for index, prompt in enumerate(dataset.select_columns(["prompt"])["prompt"]):
             try:
-                check_prompt(prompt, "prompt")
+                check_prompt(prompt, "prompt", continued=continued)
             except RowError as error:
                 yield error.at(f"{name}, row {index} (from 0)")
                 return

@@ -137,8 +137,10 @@ def _looks_like_chat(text: str) -> bool:
     return ends and _CHAT_BEGINS.match(text) is not None and _ROLE_IN_CHAT.search(text) is not None
 
 
-def check_prompt(prompt: object, column: str) -> None:
+def check_prompt(prompt: object, column: str, *, continued: bool = False) -> None:
     """Refuse a prompt that is neither text nor a list of messages, or that is a conversation written as text.
+
+    `continued`: an environment adds to the last message, whose text may be empty.
 
     Raises:
         RowError: empty, null, of another type, or a message without role or content.
@@ -165,7 +167,7 @@ def check_prompt(prompt: object, column: str) -> None:
     if not prompt:
         raise RowError("empty list of messages []", fill, column)
     for number, message in enumerate(prompt, 1):
-        _check_message(message, number, column)
+        _check_message(message, number, column, empty=continued and number == len(prompt))
 
 
 def _size(prompt: object) -> int:
@@ -176,14 +178,15 @@ def _size(prompt: object) -> int:
     return sum(map(_size, inside))
 
 
-def _check_message(message: object, number: int, column: str) -> None:
+def _check_message(message: object, number: int, column: str, *, empty: bool) -> None:
     if not isinstance(message, dict):
         raise RowError(f"message {number} is {_short(message)}", "Write {'role': ..., 'content': ...}.", column)
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         reason = f"message {number} has no 'role': {_short(message)}"
         raise RowError(reason, "Use system, user or assistant.", column)
-    if (not isinstance(content, str | list) or not content) and not message.get("tool_calls"):
+    said = isinstance(content, str | list) and (content or (empty and content == ""))
+    if not said and not message.get("tool_calls"):
         raise RowError(f"message {number} ({role}) has no 'content': {_short(message)}", "Fill it in.", column)
 
 

@@ -174,7 +174,7 @@ def data_problems(
     clashes: dict[Any, None] = {}
     for name, dataset in {"train_dataset": train_dataset, **evaluated}.items():
         if not prompts_made or "prompt" in (getattr(dataset, "column_names", None) or ()):
-            yield from prompt_problems(dataset, name)
+            yield from prompt_problems(dataset, name, continued=prompts_made)
         if isinstance(dataset, Dataset):
             clashes |= dict.fromkeys(check_columns(dataset.column_names))
     yield from clashes
