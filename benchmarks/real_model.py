@@ -34,8 +34,10 @@ SIDES = {
 }
 SETTINGS = {
     "off": {
-        **{"loss_defaults": "trl", "rollout_engine": "generate"},
-        **{"shared_prefix": "false", "skip_zero_advantages": False},
+        "loss_defaults": "trl",
+        "rollout_engine": "generate",
+        "shared_prefix": "false",
+        "skip_zero_advantages": False,
     },
     "vllm": {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512, "vllm_dtype": "bfloat16"},
 }
@@ -271,7 +273,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--before", default="")
-    parser.add_argument("--sides", nargs="+", default=list(SIDES)[:-1], choices=SIDES)
+    parser.add_argument("--sides", nargs="+", default=[side for side in SIDES if side != "vllm"], choices=SIDES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--precision", default="bf16", choices=("bf16", "float32"))

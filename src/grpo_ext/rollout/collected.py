@@ -68,7 +68,7 @@ class Collected:
     errors: list[str] = field(default_factory=list)
     """Messages of reward functions whose failure ends the run."""
     rewards: Tensor | None = None
-    """Rewards of all processes, [completions, functions], once they are known; NaN where one was not scored."""
+    """Rewards of all processes, [completions, functions], on the CPU, once known; NaN where one was not scored."""
     turn_rewards: list[TurnRewards] = field(default_factory=list)
     """Per-turn rewards of each row."""
     scored_ids: list[list[int]] = field(default_factory=list)
