@@ -85,7 +85,7 @@ def main() -> None:
             line = one.failure or ""
             injected[fault], lost[fault] = injected[fault] + 1, lost[fault] + one.lost
             unclear += not re.match(FAULTS[fault], line) or "\n" in line
-            told[fault][re.sub(r"\d{4,}", "N", line)[:200]] += 1
+            told[fault][re.sub(r"\d{4,}", "N", re.sub(r'"[^"]*/', '"', line))[-200:]] += 1
         over += late(lines, 2)
     after = left(hosts)
     hosts.close()

@@ -3,7 +3,8 @@
 64 attempts of 5 turns. Every answer takes a log-normal time (median 0.2 s, sigma 1, at most 5 s), the same in both; a
 wave of the sampler takes 20 ms and 1 ms for each row. The critical path is that of the longest attempt: the time of
 its environment and one wave per turn. Ours is the fastest of five generations, since other work on the machine only
-adds time. `python benchmarks/environment_latency.py` writes
+adds time. Agents are 64 processes that think for the same times between their requests, once with OpenAI's client and
+once with one that computes next to nothing. `python benchmarks/environment_latency.py` writes
 results/environment_latency.json.
 """
 
@@ -26,7 +27,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from trl import GRPOConfig
 
 from grpo_ext import GRPOExtConfig
-from support import speakers, tiny, worlds
+from support import agents, speakers, tiny, worlds
 
 ATTEMPTS, TURNS, GROUP = 64, 5, 8
 WAVE, ROW = 0.02, 0.001
@@ -46,7 +47,9 @@ class Stock(Timed, speakers.Stock):
 
 
 class Ours(Timed, speakers.Ours):
-    pass
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.collector.own.takes_streams = True  # a sampler whose turns do not depend on their wave
 
 
 def think(place):
@@ -65,13 +68,13 @@ def seconds(kind, config, times, **environments):
     with tempfile.TemporaryDirectory() as folder:
         args = config(folder, **(tiny.TRAINING | sizes))
         trainer = kind(speakers.model(made), [], args, data, processing_class=made, **environments)
-        trainer.script = [done]
+        trainer.script = [done] * (TURNS + 1)
         trainer._generate_and_score_completions([dict(row) for row in data])
         trainer.script = [*[think] * TURNS, done]
         walls = []
         for _ in range(times):
             start = time.monotonic()
-            trainer._generate([row["prompt"] for row in data])
+            trainer._generate_and_score_completions([dict(row) for row in data])
             walls.append(round(time.monotonic() - start, 3))
         if hasattr(trainer, "close_rewards"):
             trainer.close_rewards()
@@ -82,14 +85,23 @@ def main():
     alone = WAVE + ROW
     critical = float((SECONDS.sum(axis=1) + (TURNS + 1) * alone).max())
     ours = seconds(Ours, GRPOExtConfig, 5, environments=[{"path": f"{worlds.__file__}:Thinker", "turn_timeout": 60}])
+    asked, plainly = (
+        seconds(Ours, GRPOExtConfig, 5, environments=[{"path": f"{agents.__file__}:{name}", "max_turns": TURNS + 1}])
+        for name in ("thinks", "thinks_plainly")
+    )
     [stock] = seconds(Stock, GRPOConfig, 1, environment_factory=worlds.Thinker)
     found = {
         "attempts": ATTEMPTS,
         "turns": TURNS,
         "critical_path_seconds": round(critical, 3),
+        "cores": os.cpu_count(),
         "ours_seconds": ours,
+        "agents_seconds": asked,
+        "agents_with_a_plain_client_seconds": plainly,
         "stock_seconds": stock,
         "ours_over_critical_path": round(min(ours) / critical, 3),
+        "agents_over_critical_path": round(min(asked) / critical, 3),
+        "agents_with_a_plain_client_over_critical_path": round(min(plainly) / critical, 3),
         "stock_over_critical_path": round(stock / critical, 3),
     }
     (ROOT / "benchmarks" / "results" / "environment_latency.json").write_text(json.dumps(found, indent=2) + "\n")

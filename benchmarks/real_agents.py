@@ -10,6 +10,7 @@ FOLDER holds what is installed before, each in a folder of its own, with the ver
 
 The model is a Llama of one layer with random weights, taught only which of a few answers a turn may be: a call of the
 agent's own tool that does the task, and a text that ends it. Prompts, tools, loop and retries are the agent's own.
+With `--model FOLDER_OR_NAME` it is that model, with LoRA.
 Each agent adds a line to results/real_agents.jsonl; `python docs/tables.py` makes the table of docs/agents.md.
 """
 
@@ -30,8 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from peft import LoraConfig
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from trl.chat_template_utils import qwen3_chat_template
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
@@ -74,7 +76,6 @@ OPENCODE = {
             "options": {
                 "baseURL": "{env:OPENAI_BASE_URL}",
                 "apiKey": "{env:OPENAI_API_KEY}",
-                "headerTimeout": False,  # else 5 minutes, in which the policy may be waiting for other attempts
             },
             "models": {"policy": {"limit": {"context": POSITIONS, "output": 4096}}},
         }
@@ -232,9 +233,9 @@ class Recorder(GRPOExtTrainer):
         return super()._calculate_rewards(inputs, *completed)
 
 
-def trained(agent: Agent, agents: Path, steps: int, folder: str) -> Recorder:
-    """Train an agent."""
-    tokenizer = tokenizer_of(agent.says)
+def trained(agent: Agent, agents: Path, steps: int, folder: str, name: str | None) -> Recorder:
+    """Train an agent with the model `name`, or with the taught one."""
+    tokenizer = tokenizer_of(agent.says) if name is None else AutoTokenizer.from_pretrained(name)
     run = [part.replace("{agents}", str(agents)) for part in agent.run]
     options = {"run": run, "env": agent.env, "files": agent.files or {}, "test": ["test", "-e", "done.txt"]}
     args = GRPOExtConfig(
@@ -242,11 +243,11 @@ def trained(agent: Agent, agents: Path, steps: int, folder: str) -> Recorder:
         max_steps=steps,
         per_device_train_batch_size=GROUP,
         num_generations=GROUP,
-        max_completion_length=24_000,  # counts what tools answer, and contexts of sub-agents
-        learning_rate=1e-3,
+        max_completion_length=24_000 if name is None else 2000,  # counts tools' answers and sub-agents' contexts
+        learning_rate=1e-3 if name is None else 1e-4,
         logging_steps=1,
         use_cpu=True,
-        bf16=False,
+        bf16=name is not None,
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
@@ -254,22 +255,25 @@ def trained(agent: Agent, agents: Path, steps: int, folder: str) -> Recorder:
     )
     rows = [{"prompt": [{"role": "user", "content": TASK}]}] * steps
     entry = {"name": "command", "kwargs": options, "max_turns": 8, "turn_timeout": 1800}
-    model = policy_of(tokenizer, agent.says)
-    trainer = Recorder(model, None, args, rows, processing_class=tokenizer, environments=[entry])
+    model = policy_of(tokenizer, agent.says) if name is None else name
+    lora = None if name is None else LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    made = {"processing_class": tokenizer, "environments": [entry], "peft_config": lora}
+    trainer = Recorder(model, None, args, rows, **made)
     trainer.train()
     return trainer
 
 
-def record(name: str, agents: Path, steps: int) -> dict[str, Any]:
+def record(name: str, agents: Path, steps: int, model: str | None) -> dict[str, Any]:
     """Train an agent, and return what was seen."""
     agent, start = AGENTS[name], time.perf_counter()
     command = [part.replace("{agents}", str(agents)) for part in agent.version]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trained(agent, agents, steps, folder)
+        trainer = trained(agent, agents, steps, folder, model)
     attempts, log = trainer.attempts, trainer.state.log_history
     return {
         "agent": name,
+        "model": "taught, 1 layer" if model is None else Path(model).name,
         "version": re.search(r"\d+\.\d+\.\d+", said)[0],
         "dialect": agent.dialect,
         "steps": trainer.state.global_step,
@@ -284,14 +288,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("agents", type=Path, help="folder with what is installed")
     parser.add_argument("--only", nargs="+", choices=AGENTS, default=list(AGENTS))
+    parser.add_argument("--model", help="a model in place of the taught one")
     parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.only:
-        made = record(name, args.agents.resolve(), args.steps)
-        before = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-        kept = [line for line in before if json.loads(line)["agent"] != name]
-        RESULTS.write_text("\n".join([*kept, json.dumps(made)]) + "\n")
+        made = record(name, args.agents.resolve(), args.steps, args.model)
+        lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+        before = {(run["agent"], run["model"]): run for run in map(json.loads, lines)}
+        every = before | {(name, made["model"]): made}
+        RESULTS.write_text("".join(f"{json.dumps(run)}\n" for run in every.values()))
         turns = statistics.mean(one["turns"] for one in made["attempts"])
         lost = [one["failure"] for one in made["attempts"] if one["failure"]]
         print(f"{name}: {made['steps']} steps, {turns:.1f} turns, rewards {made['reward']}, lost {lost}", flush=True)

@@ -402,9 +402,9 @@ def agents_table() -> str:
             "yes" if all(one["same"] for one in played) else "no",
             f"{sum(paid):.0f} of {len(paid)}",
         )
-        rows.append((run["agent"], run["version"], run["dialect"], *cells))
+        rows.append((run["agent"], run["version"], run["dialect"], run["model"], *cells))
     columns = ("steps", "lost attempts", "turns", "contexts", "tokens read by a turn", "tokens sampled")
-    return table(("agent", "version", "dialect", *columns, "all trained, as sampled", "paid"), rows)
+    return table(("agent", "version", "dialect", "model", *columns, "all trained, as sampled", "paid"), rows)
 
 
 def token_limits_table() -> str:

@@ -3,10 +3,11 @@
 import json
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from grpo_ext.environments.agents import stop_at
-from grpo_ext.environments.endpoint import chat, messages, responses
+from grpo_ext.environments.endpoint import chat, messages, responses, server
 from grpo_ext.environments.endpoint.history import Finished, continued, key_of
 from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply
 from grpo_ext.environments.library.command import filled
@@ -348,3 +349,43 @@ def test_where_a_text_stops():
 def test_what_a_command_gets_of_the_row():
     row = {"prompt": [{"role": "system", "content": "no"}, {"role": "user", "content": "go"}], "n": 3}
     assert filled("{prompt} {n} {m} {{n}} {}", row) == "go 3 {m} {3} {}"
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "last"),
+    [
+        ("chat/completions", [Reply("hi", "", [], "stop", 1, 1)], "data: [DONE]"),
+        ("messages", [Reply("hi", "", [], "stop", 1, 1)], 'event: message_stop\ndata: {"type": "message_stop"}'),
+        ("chat/completions", Refused("no room", "context_length_exceeded"), "event: error\ndata: {"),
+    ],
+)
+def test_a_stream_is_not_silent_while_it_waits(path, answer, last, monkeypatch):
+    monkeypatch.setattr(server, "_SILENT_SECONDS", 0.01)
+    endpoint, inbox = server.Endpoint({}), server.Inbox()
+    line = endpoint.open(inbox)
+    asked = {"messages": [USER], "stream": True, "max_tokens": 9}
+    headers = {"Authorization": f"Bearer {line.key}"}
+    try:
+        with httpx.stream("POST", f"{line.url}/v1/{path}", json=asked, headers=headers, trust_env=False) as stream:
+            [pending] = inbox.take()
+            lines = stream.iter_lines()
+            assert [next(lines) for _ in range(4)] == [":", "", ":", ""]
+            pending.done(answer)
+            rest = "\n".join(text for text in lines if text != ":").strip()
+    finally:
+        endpoint.close()
+    assert stream.status_code == 200
+    assert last in rest.split("\n\n")[-1]
+    assert ("hi" in rest) == isinstance(answer, list)
+    assert ("no room" in rest) != isinstance(answer, list)
+
+
+def test_a_refusal_at_once_has_its_status_in_a_stream_too():
+    endpoint, inbox = server.Endpoint({}), server.Inbox()
+    line = endpoint.open(inbox)
+    try:
+        asked = {"messages": [USER], "stream": True}
+        answered = httpx.post(f"{line.url}/v1/chat/completions", json=asked, trust_env=False)
+    finally:
+        endpoint.close()
+    assert (answered.status_code, answered.json()["error"]["code"]) == (401, "invalid_api_key")

@@ -1,13 +1,20 @@
 """An agent that is a function: `async def agent(row, client)`, with a client of OpenAI's package."""
 
+import asyncio
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from grpo_ext.environments.endpoint import chat
+from grpo_ext.environments.endpoint.requests import ChatRequest, Reply
 from grpo_ext.environments.protocol import Agent, AgentTask
 from grpo_ext.errors import Problem
 from grpo_ext.registry import import_path
+
+if TYPE_CHECKING:
+    import openai
 
 
 class AgentFunction(Agent):
@@ -24,10 +31,9 @@ class AgentFunction(Agent):
 
     @staticmethod
     def preload(function: str, **_: object) -> None:
-        """Import the function and the client once for all attempts."""
-        import openai  # noqa: F401
-
+        """Import the function, and what the client needs, once for all attempts."""
         import_path(function)
+        asyncio.run(_ask_once())
 
     @staticmethod
     def option_problems(function: object, **_: object) -> Iterator[Problem]:
@@ -39,9 +45,27 @@ class AgentFunction(Agent):
 
     async def run(self, task: AgentTask) -> float | None:
         """Call the function."""
-        import openai
-
-        http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)  # no proxy, no certificates on loopback
-        url = f"{task.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key=task.key, http_client=http, timeout=None) as client:
+        async with client_of(task.url, task.key) as client:
             return await self._function(dict(task.row), client, **self._options)
+
+
+def client_of(url: str, key: str) -> "openai.AsyncOpenAI":
+    """Return a client of an endpoint on loopback: without proxy, certificates and time limit."""
+    import openai
+
+    http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, http_client=http, timeout=None)
+
+
+async def _ask_once() -> None:
+    """Send a request to a server that is gone after it: a client builds much of its package with its first answer."""
+    body = json.dumps(chat.document(ChatRequest([]), [Reply("", "", [], "stop", 0, 0)], 0)).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head + body)
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server, client_of("http://{}:{}".format(*server.sockets[0].getsockname()), "none") as client:
+        await client.chat.completions.create(model="policy", messages=[])

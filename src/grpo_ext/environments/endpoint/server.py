@@ -14,10 +14,12 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from grpo_ext.environments.endpoint import chat, messages, responses
@@ -33,6 +35,9 @@ LARGEST = 2**24
 _CLOSING_SECONDS = 5.0
 _IDLE_SECONDS = 600
 """For which an agent's connection stays open between two requests."""
+_SILENT_SECONDS = 10.0
+"""For which a stream that waits for its answer is silent."""
+_EVENTS = "text/event-stream"
 DIALECTS = {"chat/completions": chat, "messages": messages, "responses": responses}
 """Modules that convert a dialect's bodies to requests, and replies to its answers and events, by path."""
 
@@ -145,14 +150,22 @@ class Endpoint:
         number = next(self._requests)
         try:
             line = self._line(request)
-            chat_request = dialect.parse(await _body(request))
-            self._tell(chat_request)
-            replies = await self._replies(line, chat_request)
+            asked = dialect.parse(await _body(request))
         except Refused as refused:
             return _json(dialect.error(refused), refused.status)
-        if chat_request.stream:  # all at once: the whole answer has been sampled
-            return _sent("".join(dialect.events(chat_request, replies, number)), "text/event-stream")
-        return _json(dialect.document(chat_request, replies, number))
+        self._tell(asked)
+        answer = asyncio.ensure_future(self._replies(line, asked))
+        await asyncio.wait([answer], timeout=_SILENT_SECONDS if asked.stream else None)
+        if not answer.done():
+            from starlette.responses import StreamingResponse
+
+            written = partial(_streamed, dialect, asked, number=number)
+            return StreamingResponse(_kept_alive(answer, written), media_type=_EVENTS)
+        if isinstance(replies := answer.result(), Refused):
+            return _json(dialect.error(replies), replies.status)
+        if asked.stream:  # all at once: the whole answer has been sampled
+            return _sent(_streamed(dialect, asked, replies, number), _EVENTS)
+        return _json(dialect.document(asked, replies, number))
 
     async def _models(self, request: "Request") -> "Response":
         try:
@@ -177,7 +190,8 @@ class Endpoint:
             raise Refused("this is not the key of this attempt", "invalid_api_key", 401)
         return line
 
-    async def _replies(self, line: Line, request: ChatRequest) -> list[Reply]:
+    async def _replies(self, line: Line, request: ChatRequest) -> list[Reply] | Refused:
+        """Ask the loop; return its answers or its refusal."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Reply] | Refused] = loop.create_future()
 
@@ -195,12 +209,9 @@ class Endpoint:
         if line.number not in self._lines:  # shut meanwhile
             done(_ended())
         try:
-            result = await future
+            return await future
         finally:
             line.waiting.discard(pending)
-        if isinstance(result, Refused):
-            raise result
-        return result
 
     def _tell(self, request: ChatRequest) -> None:
         """Log once what a request names in vain: settings of sampling, and tools of the dialect's own service."""
@@ -212,6 +223,23 @@ class Endpoint:
                 logger.warning(f"agents ask for {text}, since the policy is trained as it samples.")
             else:
                 logger.warning(f"agents offer a tool of type {name:.50}, which runs nowhere here; it is left out.")
+
+
+async def _kept_alive(
+    answer: "asyncio.Future[list[Reply] | Refused]", written: Callable[[list[Reply] | Refused], str]
+) -> AsyncIterator[str]:
+    """Yield comments until there is an answer, then the answer: many clients give up after minutes of silence."""
+    while not answer.done():
+        yield ":\n\n"
+        await asyncio.wait([answer], timeout=_SILENT_SECONDS)
+    yield written(answer.result())
+
+
+def _streamed(dialect: ModuleType, asked: ChatRequest, replies: list[Reply] | Refused, number: int) -> str:
+    """Return answers or a refusal as server-sent events."""
+    if isinstance(replies, Refused):
+        return f"event: error\ndata: {json.dumps(dialect.error(replies))}\n\n"
+    return "".join(dialect.events(asked, replies, number))
 
 
 def _ended() -> Refused:
