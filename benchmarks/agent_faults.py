@@ -70,7 +70,7 @@ def main() -> None:
     over = Counter()
     hosts, lines = EnvironmentHost(memory_gib=4.0), []
     open_line = hosts.endpoint.open
-    hosts.endpoint.open = lambda inbox: lines.append(open_line(inbox)) or lines[-1]
+    hosts.endpoint.open = lambda *given: lines.append(open_line(*given)) or lines[-1]
     expected, _ = agent_runs.run(hosts, agent_runs.faulty([None] * BATCH))
     agent_runs.run(hosts, agent_runs.faulty([*FAULTS]))
     before, start = left(hosts), time.monotonic()

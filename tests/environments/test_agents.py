@@ -331,6 +331,36 @@ def test_each_sampled_id_is_trained_once_where_it_was_sampled(hosts):
     assert sum(figures.calls for _, figures in made) > EPISODES // 10
 
 
+class Says(Speaker):
+    def __init__(self, text):
+        super().__init__(speakers.tokenizer())
+        self.text = text
+
+    def generate(self, asked):
+        ids = self.tokenizer(self.text, add_special_tokens=False)["input_ids"]
+        return [(one, Sample(ids, [-0.5] * len(ids))) for one in asked]
+
+
+async def stops(row, client):
+    made = await client.chat.completions.create(model="m", messages=GO, tools=TOOLS, stop=["END"])
+    [choice], message = made.choices, made.choices[0].message
+    assert (choice.finish_reason, message.content, message.reasoning_content) == ("tool_calls", "ok", "hm")
+    assert [call.function.arguments for call in message.tool_calls] == ['{"number": 1}']
+    url, http = str(client.base_url).removesuffix("/v1/"), anthropic.DefaultAsyncHttpxClient(trust_env=False)
+    async with anthropic.AsyncAnthropic(base_url=url, api_key=client.api_key, http_client=http) as other:
+        made = await other.messages.create(model="m", max_tokens=99, messages=GO, stop_sequences=["END", "hm"])
+        assert (made.stop_reason, made.stop_sequence, made.content[0].text) == ("stop_sequence", "hm", "<think>\n")
+    return 1.0
+
+
+def test_calls_and_thinking_before_a_stop_text_are_kept(hosts):
+    said = (
+        f"<think>\nhm\n</think>\n\nok {speakers.called('add', number=1).removesuffix('<|im_end|>')}END more<|im_end|>"
+    )
+    [(made, _)], _ = run_with_tools(hosts, tasks(spec(stops), [{}]), Says(said))
+    assert (made.failure, made.reward, len(made.turns)) == (None, 1.0, 2)
+
+
 # Commands, and faults.
 
 CLIENT = """

@@ -362,7 +362,7 @@ def test_what_a_command_gets_of_the_row():
 def test_a_stream_is_not_silent_while_it_waits(path, answer, last, monkeypatch):
     monkeypatch.setattr(server, "_SILENT_SECONDS", 0.01)
     endpoint, inbox = server.Endpoint({}), server.Inbox()
-    line = endpoint.open(inbox)
+    line = endpoint.open(inbox, lambda: None)
     asked = {"messages": [USER], "stream": True, "max_tokens": 9}
     headers = {"Authorization": f"Bearer {line.key}"}
     try:
@@ -382,7 +382,7 @@ def test_a_stream_is_not_silent_while_it_waits(path, answer, last, monkeypatch):
 
 def test_a_refusal_at_once_has_its_status_in_a_stream_too():
     endpoint, inbox = server.Endpoint({}), server.Inbox()
-    line = endpoint.open(inbox)
+    line = endpoint.open(inbox, lambda: None)
     try:
         asked = {"messages": [USER], "stream": True}
         answered = httpx.post(f"{line.url}/v1/chat/completions", json=asked, trust_env=False)

@@ -1,6 +1,7 @@
 """The agents of a generation: their requests become turns to sample, and sampled turns become answers."""
 
-from bisect import bisect_left
+import logging
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -9,8 +10,10 @@ from grpo_ext.environments.endpoint.history import Finished, History, key_of, ke
 from grpo_ext.environments.endpoint.requests import PendingRequest, Refused, Reply, calls_of, thinking_of
 from grpo_ext.environments.endpoint.server import Endpoint, Inbox
 from grpo_ext.environments.protocol import AgentTask, Message
-from grpo_ext.environments.rendering import CannotRender, Renderer
+from grpo_ext.environments.rendering import CannotRender, Context, Renderer
 from grpo_ext.objective.trajectory import Sample, Turn
+
+logger = logging.getLogger(__name__)
 
 
 class Agents:
@@ -37,7 +40,9 @@ class Agents:
     def begin(self, attempt: Attempt, endpoint: Endpoint) -> AgentTask:
         """Give an attempt its way to the model. Return what its process gets."""
         self._endpoint, self._inbox = endpoint, self._inbox or Inbox()
-        attempt.line, attempt.dialogue = endpoint.open(self._inbox), History(self._renderer)
+        assert attempt.connection is not None
+        attempt.line = endpoint.open(self._inbox, attempt.connection.pause)
+        attempt.dialogue = History(self._renderer)
         self._attempts[attempt.line.number] = attempt
         return AgentTask(dict(attempt.task.row), attempt.line.url, attempt.line.key)
 
@@ -66,13 +71,29 @@ class Agents:
             attempt = self._attempts.get(request.line)
             if attempt is None:  # it has ended, and its line has refused the request
                 continue
+            refused: Refused | None = None
             try:
-                found += self._calls(attempt, request)
-            except Refused as refused:
-                request.done(refused)
+                if not request.left:
+                    found += self._calls(attempt, request)
+            except Refused as error:
+                refused = error
             except CannotRender as error:
-                request.done(Refused(str(error), "template"))
+                refused = Refused(str(error), "template")
+            except Exception as error:  # whatever an agent may ask, it costs its own attempt only
+                logger.debug("request", exc_info=True)
+                refused = Refused(f"{type(error).__name__}: {error}")
+            if refused is not None:
+                request.done(refused)
+            self._go_on(attempt, anew=False)
         return found
+
+    def _go_on(self, attempt: Attempt, *, anew: bool) -> None:
+        """Start an attempt's clock again, or stop it, by whether it waits for the model."""
+        assert attempt.connection is not None
+        if attempt.asked:
+            attempt.connection.pause()
+        else:
+            attempt.connection.resume(anew=anew)
 
     def _calls(self, attempt: Attempt, request: PendingRequest) -> list[Call]:
         """Return a turn for each answer of a request.
@@ -93,20 +114,48 @@ class Agents:
         news = history.new_tokens(opened.context.ids) if self._limits.counts_all else 0
         if self._limits.room(attempt.spent + news, opened.context) < choices:
             attempt.truncated = True
-            reason = f"no room for an answer to a context of {len(opened.context.ids)} tokens"
-            raise Refused(f"{reason} (max_completion_length, positions of the model)", "context_length_exceeded")
+            raise _no_room(opened.context)
+        history.note(opened.context.ids)
         attempt.spent += news
         attempt.asked += choices
-        if attempt.connection is not None:
-            attempt.connection.pause()
         return [Call(attempt, opened.context, request, opened) for _ in range(choices)]
 
-    def limits_of(self, calls: Sequence[Call]) -> list[int]:
-        """Return the limit of each turn of a wave; turns of one attempt share its room."""
-        sharing = Counter(call.attempt.number for call in calls)
-        rooms = [self._limits.room(call.attempt.spent, call.context) // sharing[call.attempt.number] for call in calls]
-        asked = [call.request.chat.limit if call.request is not None else None for call in calls]
-        return [max(1, min(room, limit or room)) for room, limit in zip(rooms, asked, strict=True)]
+    def limited(self, calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
+        """Return the turns to sample, with their limits, and those that wait for room which others of theirs may need.
+
+        Turns of one attempt share its room. Neither are turns for which no room is left, or for which no agent waits.
+        """
+        wanted = [call for call in calls if not self._left(call)]
+        sharing = Counter(call.attempt.number for call in wanted)
+        found: list[Call] = []
+        waiting: list[Call] = []
+        for call in wanted:
+            attempt, request = call.attempt, call.request
+            share = self._limits.room(attempt.spent + attempt.reserved, call.context) // sharing[attempt.number]
+            sharing[attempt.number] -= 1
+            if request is None:
+                call.limit = share
+            elif share < 1 and attempt.reserved:
+                waiting.append(call)
+                continue
+            elif share < 1:
+                attempt.truncated = request.left = True
+                request.done(_no_room(call.context))
+                self._left(call)
+                continue
+            else:
+                call.limit = min(share, request.chat.limit or share)
+                attempt.reserved += call.limit
+            found.append(call)
+        return found, waiting
+
+    def _left(self, call: Call) -> bool:
+        """Return whether an agent waits for a turn no longer; forget the turn then."""
+        if call.request is None or not call.request.left:
+            return False
+        call.attempt.asked -= 1
+        self._go_on(call.attempt, anew=False)
+        return True
 
     # Answers.
 
@@ -116,6 +165,9 @@ class Agents:
         assert request is not None
         assert opened is not None
         assert attempt.dialogue is not None
+        attempt.reserved -= call.limit
+        if self._left(call):
+            return
         ids, logprobs, message, stopped = self._cut(sample, call)
         ended = bool(ids) and ids[-1] in self._limits.ends and not stopped
         attempt.turns.append(Turn(call.context.ids, ids, logprobs, version))
@@ -133,12 +185,11 @@ class Agents:
         finish = "tool_calls" if calls else "stop" if ended or stopped else "length"
         texts = self._logprobs(ids, logprobs) if request.chat.logprobs else None
         said = (str(message.get("content") or ""), thinking_of(message), calls)
-        request.add(Reply(*said, finish, len(call.context.ids), len(ids), texts))
-        if not attempt.asked and attempt.connection is not None:
-            attempt.connection.resume()
+        request.add(Reply(*said, finish, len(call.context.ids), len(ids), texts, stopped))
+        self._go_on(attempt, anew=True)
 
-    def _cut(self, sample: Sample, call: Call) -> tuple[list[int], list[float | None] | None, Message, bool]:
-        """Return ids, log-probabilities and message of a sample up to its first stop text, and whether it has one.
+    def _cut(self, sample: Sample, call: Call) -> tuple[list[int], list[float | None] | None, Message, str | None]:
+        """Return ids, log-probabilities and message of a sample up to its first stop text, and that text.
 
         What follows the token that completes a stop text is not part of the turn: as if sampling had ended there.
         """
@@ -146,11 +197,15 @@ class Agents:
         chat, ids = call.request.chat, sample.ids
         kept = stop_at(ids, chat.stop, self._text) if chat.stop else None
         if kept is None:
-            return ids, sample.logprobs, self._parse(ids, call.context.ids, chat.tools), False
+            return ids, sample.logprobs, self._parse(ids, call.context.ids, chat.tools), None
         text = self._text(ids[:kept])
-        end = min(place for stop in chat.stop if (place := text.find(stop)) >= 0)
+        end, stop = min((place, stop) for stop in chat.stop if (place := text.find(stop)) >= 0)
+        before = bisect_right(range(kept), end, key=lambda count: len(self._text(ids[:count]))) - 1
+        message = self._parse(ids[:before], call.context.ids, chat.tools)
+        if not message.get("tool_calls") and not thinking_of(message):
+            message = {"role": "assistant", "content": text[:end]}
         logprobs = None if sample.logprobs is None else sample.logprobs[:kept]
-        return ids[:kept], logprobs, {"role": "assistant", "content": text[:end]}, True
+        return ids[:kept], logprobs, message, stop
 
     def _text(self, ids: list[int]) -> str:
         text: str = self._renderer.tokenizer.decode(ids, skip_special_tokens=True)
@@ -158,6 +213,11 @@ class Agents:
 
     def _logprobs(self, ids: list[int], logprobs: list[float | None] | None) -> list[tuple[str, float | None]]:
         return [(self._text([i]), value) for i, value in zip(ids, logprobs or [None] * len(ids), strict=True)]
+
+
+def _no_room(context: Context) -> Refused:
+    reason = f"no room for an answer to a context of {len(context.ids)} tokens"
+    return Refused(f"{reason} (max_completion_length, positions of the model)", "context_length_exceeded")
 
 
 def stop_at(ids: list[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:

@@ -89,6 +89,8 @@ class Attempt:
     dialogue: History | None = None
     asked: int = 0
     """Answers that an agent waits for."""
+    reserved: int = 0
+    """Most tokens of the answers that are being sampled for an agent."""
 
 
 @dataclass(eq=False)
@@ -100,3 +102,5 @@ class Call:
     request: PendingRequest | None = None
     """The request that it answers, of an agent."""
     opened: Opened | None = None
+    limit: int = 1
+    """Most tokens of the turn."""

@@ -151,7 +151,10 @@ def _parse_entry(place: str, entry: str | type | FunctionType | Mapping[str, Any
     functions, found = _functions(f"{place}.tools", tools, folder)
     problems += found
     environment, target, named, unknown = _target(place, entry, folder)
-    kwargs = {**named, **kwargs}
+    if twice := sorted(named.keys() & kwargs.keys()):
+        given = "path" if "path" in entry else "name"
+        problems.append(Problem(f"{place}.kwargs", twice, f"{given} sets them already", "Remove them."))
+    kwargs = {**kwargs, **named}
     for option in getattr(target, "paths", ()):  # which name a function
         if isinstance(path := kwargs.get(option), str) and ":" in path:
             kwargs[option] = located(path, folder)

@@ -36,12 +36,19 @@ class AgentFunction(Agent):
         asyncio.run(_ask_once())
 
     @staticmethod
-    def option_problems(function: object, **_: object) -> Iterator[Problem]:
-        """Yield the problem of a client that is not installed."""
+    def option_problems(function: object, **options: object) -> Iterator[Problem]:
+        """Yield a client that is not installed, and what cannot be called with a row, a client and the options."""
         if find_spec("openai") is None:
             yield Problem("function", function, "openai is not installed, whose client it gets", "pip install openai.")
-        if not inspect.iscoroutinefunction(import_path(function) if isinstance(function, str) else function):
+        called: Any = import_path(function) if isinstance(function, str) else function
+        if not inspect.iscoroutinefunction(called):
             yield Problem("function", function, "not an async function", "Write async def agent(row, client).")
+            return
+        try:
+            inspect.signature(called).bind(None, None, **options)
+        except TypeError as error:
+            cure = f"It is {called.__name__}{inspect.signature(called)}, called with row, client and the kwargs."
+            yield Problem("function", options, str(error), cure)
 
     async def run(self, task: AgentTask) -> float | None:
         """Call the function."""

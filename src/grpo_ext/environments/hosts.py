@@ -79,11 +79,14 @@ class Connection:
         if not math.isinf(self.seconds):
             self.seconds, self.paused = math.inf, time.monotonic()
 
-    def resume(self) -> None:
-        """Start the deadline anew, after the model has answered an agent."""
+    def resume(self, *, anew: bool) -> None:
+        """Start the clock again: anew after the model has answered an agent, else where it stood."""
+        if not math.isinf(self.seconds):
+            return
         now = time.monotonic()
         self.asked += now - self.paused
-        self.seconds, self.stream.sent_at = self.spec.turn_timeout, now
+        self.stream.sent_at = now if anew else self.stream.sent_at + now - self.paused
+        self.seconds = self.spec.turn_timeout
 
     def read(self) -> dict[str, Any] | None:
         """Return the answer, if it is complete.

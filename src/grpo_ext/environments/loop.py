@@ -219,10 +219,8 @@ class Attempts:
     def _wave(self) -> None:
         """Begin all turns that attempts are ready for, in order of the attempts."""
         open_calls = (call for call in self._ready if call.attempt.number not in self._done)
-        wave = sorted(open_calls, key=lambda call: call.attempt.number)
-        self._ready = []
-        limits = self.agents.limits_of(wave)
-        turns = [TurnRequest(call.context.ids, n, call.attempt.number) for call, n in zip(wave, limits, strict=True)]
+        wave, self._ready = self.agents.limited(sorted(open_calls, key=lambda call: call.attempt.number))
+        turns = [TurnRequest(call.context.ids, call.limit, call.attempt.number) for call in wave]
         self._sampling |= dict(zip(turns, wave, strict=True))
         for turn, sample in self.engine.generate(turns):
             call = self._sampling.pop(turn)
@@ -257,6 +255,8 @@ class Attempts:
 
     def _fail(self, attempt: Attempt, failure: str) -> None:
         on_error = attempt.task.spec.on_error
+        if attempt.line is not None:
+            failure = failure.replace(attempt.line.key, "(its key)")
         attempt.truncated = True
         attempt.turns = [replace(turn, reward=None) for turn in attempt.turns]
         self._end(attempt, None if isinstance(on_error, str) else float(on_error), failure)

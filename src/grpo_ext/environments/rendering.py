@@ -111,7 +111,7 @@ class Renderer:
                 if len(control) > 1:
                     found = found.replace(control, f"{control[0]} {control[1:]}")
         elif isinstance(value, dict):
-            found = {key: self._split(part) for key, part in value.items()}
+            found = {self._split(key): self._split(part) for key, part in value.items()}
         elif isinstance(value, list):
             found = [self._split(part) for part in value]
         return cast(T, found)

@@ -1,5 +1,6 @@
 """Completions that are conversations with environments: played by a trainer's engine, scored, and logged."""
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response, supports_tool_calling
 
+from grpo_ext.bounded import check_depth
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.rows import without_gaps
 from grpo_ext.environments.attempt import AttemptFigures, AttemptLimits, Task
@@ -43,8 +45,9 @@ def limits_of(args: GRPOExtConfig, positions: int | None, ends: frozenset[int]) 
 
 def sampling_of(args: GRPOExtConfig) -> dict[str, Any]:
     """Return the settings by which the policy samples, by OpenAI's names."""
-    named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: getattr(args, name) for name in named} | {"presence_penalty": 0, "frequency_penalty": 0}
+    named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+    fixed = {"presence_penalty": 0, "frequency_penalty": 0, "parallel_tool_calls": True}
+    return {name: getattr(args, name) for name in named} | fixed
 
 
 # Rewards of environments.
@@ -125,7 +128,9 @@ class Acting:
     def _parsed(self, ids: list[int], context: list[int], tools: list[dict] | None) -> Message:
         if tools and self._reader is not None:
             try:
-                return parse_response(self._reader, ids, prefix=context, tools=list(tools))
+                message = parse_response(self._reader, ids, prefix=context, tools=list(tools))
+                check_depth(json.dumps(message))
+                return message
             except Exception:  # what the model wrote has no such form: it is text
                 logger.debug("response", exc_info=True)
         return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}

@@ -9,8 +9,11 @@ from grpo_ext.bounded import parse_json
 from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply, call_of, text_of, thinking_of
 from grpo_ext.environments.protocol import Message
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Settings that would change the distribution: those of the recipe hold."""
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
+    *("parallel_tool_calls", "reasoning_effort", "reasoning", "thinking", "verbosity"),
+)
+"""Settings that would change the distribution and that agents set by habit: the log tells that the recipe holds."""
 _ROLES = {"developer": "system", "function": "tool"}
 _MOST_CHOICES = 64
 _TEXT = {"type": "text"}
@@ -26,6 +29,11 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "modalities": lambda value: value != ["text"],
     "audio": bool,
     "web_search_options": lambda value: True,
+    "output_config": lambda value: not isinstance(value, dict) or bool(value.get("format")),
+    "best_of": lambda value: value != 1,
+    **dict.fromkeys(("output_format", "mcp_servers", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"), bool),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), bool),
+    **dict.fromkeys(("chat_template_kwargs", "chat_template", "continue_final_message"), bool),
     **dict.fromkeys(_NEEDS_STORE, bool),
 }
 """Settings of all dialects with the test of a value that would change what is sampled, or needs stored responses."""
@@ -68,7 +76,7 @@ def parse(body: bytes) -> ChatRequest:
         "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens",
         choices=_count(given, "n", _MOST_CHOICES) or 1,
         stop=stops_of(given.get("stop")),
-        logprobs=given.get("logprobs") is True,
+        logprobs=_flag(given, "logprobs"),
         usage=isinstance(options := given.get("stream_options"), dict) and options.get("include_usage") is True,
     )
 
@@ -85,7 +93,7 @@ def request_of(given: Mapping[str, Any], messages: object, limit: str, **more: A
         tools=None if _kind(given.get("tool_choice")) == "none" else tools,
         left_out=left_out,
         limit=_count(given, limit),
-        stream=given.get("stream") is True,
+        stream=_flag(given, "stream"),
         model=str(given.get("model", "policy")),
         sampling={name: given[name] for name in _SAMPLING if name in given},
         **more,
@@ -97,6 +105,12 @@ def _count(given: Mapping[str, Any], name: str, most: int = 2**31) -> int | None
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
         return value
     raise Refused(f"{name}={value!r:.100} is not a whole number from 1 to {most}", "invalid_value")
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(value := given.get(name, False), bool):
+        raise Refused(f"{name}={value!r:.100} is neither true nor false", "invalid_value")
+    return value
 
 
 def stops_of(stop: object) -> tuple[str, ...]:
@@ -148,8 +162,11 @@ def _message(given: object, where: str, names: dict[str, str]) -> Message:
     if role == "assistant":
         if thinking := thinking_of(given):
             found["reasoning_content"] = thinking
-        if calls := given.get("tool_calls"):
-            found["tool_calls"] = [_call(call, where, names) for call in calls] if isinstance(calls, list) else []
+        calls = given.get("tool_calls") or []
+        if not isinstance(calls, list) or given.get("function_call"):
+            raise Refused(f"{where} has calls that are not a list tool_calls", "invalid_value")
+        if calls:
+            found["tool_calls"] = [_call(call, where, names) for call in calls]
     return found
 
 

@@ -5,6 +5,7 @@ its sampled ids, as far as the chat template's text extends them. Any other conv
 sub-agent, thinking that was removed) is rendered from its beginning; the tree of the trajectory finds what it shares.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class History:
     """The finished turns of one attempt."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self._renderer, self._finished = renderer, list[Finished]()
+        self._renderer, self._finished, self._read = renderer, list[Finished](), list[list[int]]()
 
     def opened(self, request: ChatRequest) -> Opened:
         """Return the context of a request.
@@ -67,12 +68,13 @@ class History:
             CannotRender: the chat template does not take the conversation, or leaves out a part.
         """
         turn = continued(keys_of(request), self._finished)
+        tools = None if request.tools is None else self._renderer.harmless(request.tools)
         if turn is None:
             messages = self._renderer.harmless(request.messages)
-            return Opened(self._renderer.opening(messages, request.tools), messages)
+            return Opened(self._renderer.opening(messages, tools), messages)
         before, news = turn.opened, self._renderer.harmless(request.messages[len(turn.keys) :])
         context, message = self._renderer.following(
-            before.context, turn.sampled, before.history, turn.parsed, news, request.tools, turn.written
+            before.context, turn.sampled, before.history, turn.parsed, news, tools, turn.written
         )
         return Opened(context, [*before.history, message, *news])
 
@@ -80,9 +82,13 @@ class History:
         """Keep a finished turn."""
         self._finished.append(turn)
 
+    def note(self, context: list[int]) -> None:
+        """Keep the context of a request that will be answered."""
+        self._read.append(context)
+
     def new_tokens(self, context: list[int]) -> int:
-        """Return how many tokens of a context no finished turn has; 0 for the first, which is the prompt."""
-        seen = ([*turn.opened.context.ids, *turn.sampled] for turn in self._finished)
+        """Return how many tokens of a context neither a finished turn nor another context has; 0 for the first."""
+        seen = itertools.chain(self._read, ([*turn.opened.context.ids, *turn.sampled] for turn in self._finished))
         return len(context) - max((common(ids, context) for ids in seen), default=len(context))
 
     @property

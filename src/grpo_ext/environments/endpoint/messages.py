@@ -22,6 +22,8 @@ def parse(body: bytes) -> ChatRequest:
     turns = given.get("messages")
     turns = list(enumerate(turns)) if isinstance(turns, list) else []
     chat = [message for i, turn in turns for message in _turns(turn, f"messages[{i}]")]
+    if chat and chat[-1]["role"] == "assistant":
+        raise Refused("the last message is the model's, and no answer continues one", "unsupported_content")
     system = [{"role": "system", "content": text}] if chat and (text := given.get("system")) else []
     return request_of(given, [*system, *chat], "max_tokens", stop=stops_of(given.get("stop_sequences")))
 
@@ -59,7 +61,7 @@ def document(request: ChatRequest, replies: Sequence[Reply], number: int) -> dic
     return {
         **_head(request, reply, number),
         "content": _blocks(reply, number),
-        "stop_reason": _STOPS[reply.finish],
+        **_ended(reply),
         "usage": {"input_tokens": reply.read, "output_tokens": reply.written},
     }
 
@@ -74,8 +76,7 @@ def events(request: ChatRequest, replies: Sequence[Reply], number: int) -> Itera
         yield _event("content_block_start", index=i, content_block=empty)
         yield _event("content_block_delta", index=i, delta=delta)
         yield _event("content_block_stop", index=i)
-    ended = {"stop_reason": _STOPS[reply.finish], "stop_sequence": None}
-    yield _event("message_delta", delta=ended, usage={"output_tokens": reply.written})
+    yield _event("message_delta", delta=_ended(reply), usage={"output_tokens": reply.written})
     yield _event("message_stop")
 
 
@@ -88,6 +89,14 @@ def error(refused: Refused) -> dict[str, Any]:
 def _head(request: ChatRequest, reply: Reply, number: int) -> dict[str, Any]:
     fixed = {"type": "message", "role": "assistant", "stop_reason": None, "stop_sequence": None}
     return {"id": f"msg_{number}", **fixed, "model": request.model}
+
+
+def _ended(reply: Reply) -> dict[str, Any]:
+    by_text = reply.stopped_by is not None and reply.finish == "stop"
+    return {
+        "stop_reason": "stop_sequence" if by_text else _STOPS[reply.finish],
+        "stop_sequence": reply.stopped_by if by_text else None,
+    }
 
 
 def _blocks(reply: Reply, number: int) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """One request of an agent and its answer, whatever the dialect; and the refusals."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_ext.bounded import parse_json
 from grpo_ext.environments.protocol import Message, is_parts, medium, parts_text
 
 
@@ -64,6 +64,8 @@ class Reply:
     """Number of sampled tokens."""
     logprobs: list[tuple[str, float | None]] | None = None
     """Text and log-probability of each sampled token, where asked for."""
+    stopped_by: str | None = None
+    """The stop text that ended it."""
 
 
 @dataclass(eq=False)
@@ -75,6 +77,8 @@ class PendingRequest:
     chat: ChatRequest
     done: Callable[[list[Reply] | Refused], None]
     replies: list[Reply] = field(default_factory=list)
+    left: bool = False
+    """Whether the agent waits no longer."""
 
     def add(self, reply: Reply) -> bool:
         """Add an answer, and send all if it is the last. Return whether it is."""
@@ -109,8 +113,8 @@ def call_of(name: object, arguments: object) -> dict[str, Any]:
     """Return a call of a tool as a chat template takes it: arguments that are JSON text become a mapping."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            arguments = parse_json(arguments)
+        except ValueError:
             arguments = {"": arguments}  # what a model wrote may be anything
     return {"type": "function", "function": {"name": str(name), "arguments": arguments}}
 

@@ -35,6 +35,8 @@ LARGEST = 2**24
 _CLOSING_SECONDS = 5.0
 _IDLE_SECONDS = 600
 """For which an agent's connection stays open between two requests."""
+_MOST_TOLD = 50
+"""Names that the log tells of."""
 _SILENT_SECONDS = 10.0
 """For which a stream that waits for its answer is silent."""
 _EVENTS = "text/event-stream"
@@ -89,6 +91,8 @@ class Line:
     """Address without a dialect's path."""
     key: str = field(repr=False)
     inbox: Inbox
+    pause: Callable[[], None]
+    """Stops the attempt's clock."""
     waiting: set[PendingRequest] = field(default_factory=set)
 
 
@@ -114,11 +118,11 @@ class Endpoint:
         self._thread = threading.Thread(target=run, args=([self._socket],), daemon=True, name="endpoint")
         self._thread.start()
 
-    def open(self, inbox: Inbox) -> Line:
-        """Return a line for a new attempt, whose requests come to `inbox`."""
+    def open(self, inbox: Inbox, pause: Callable[[], None]) -> Line:
+        """Return a line for a new attempt, whose requests come to `inbox` and stop its clock."""
         number = self._last = next(self._attempts)
         url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/{number}"
-        line = self._lines[number] = Line(number, url, secrets.token_urlsafe(32), inbox)
+        line = self._lines[number] = Line(number, url, secrets.token_urlsafe(32), inbox, pause)
         return line
 
     def shut(self, line: Line) -> None:
@@ -154,8 +158,13 @@ class Endpoint:
         except Refused as refused:
             return _json(dialect.error(refused), refused.status)
         self._tell(asked)
-        answer = asyncio.ensure_future(self._replies(line, asked))
-        await asyncio.wait([answer], timeout=_SILENT_SECONDS if asked.stream else None)
+        answer, left = asyncio.ensure_future(self._replies(line, asked)), asyncio.ensure_future(request.receive())
+        silent = _SILENT_SECONDS if asked.stream else None
+        await asyncio.wait([answer, left], timeout=silent, return_when=asyncio.FIRST_COMPLETED)
+        if left.done() and not answer.done():
+            answer.cancel()
+            return _json({}, 499)
+        left.cancel()
         if not answer.done():
             from starlette.responses import StreamingResponse
 
@@ -182,11 +191,11 @@ class Endpoint:
             Refused: it has another key, or the attempt is over.
         """
         headers, number = request.headers, request.path_params["line"]
-        given = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
+        given = (headers.get("authorization", "").partition(" ")[2], headers.get("x-api-key", ""))
         number = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
         if (line := self._lines.get(number)) is None:
             raise _ended() if 0 < number <= self._last else Refused("there is no such attempt", "invalid_api_key", 401)
-        if not hmac.compare_digest(given.encode(), line.key.encode()):
+        if not any(hmac.compare_digest(key.encode(), line.key.encode()) for key in given):
             raise Refused("this is not the key of this attempt", "invalid_api_key", 401)
         return line
 
@@ -205,34 +214,41 @@ class Endpoint:
 
         pending = PendingRequest(line.number, request, done)
         line.waiting.add(pending)
+        line.pause()
         line.inbox.put(pending)
         if line.number not in self._lines:  # shut meanwhile
             done(_ended())
         try:
             return await future
+        except asyncio.CancelledError:
+            pending.left = True
+            raise
         finally:
             line.waiting.discard(pending)
 
     def _tell(self, request: ChatRequest) -> None:
         """Log once what a request names in vain: settings of sampling, and tools of the dialect's own service."""
         others = {name: value for name, value in request.sampling.items() if value != self._sampling.get(name)}
-        for name in {*others, *request.left_out} - self._told:
+        for name in sorted({*others, *request.left_out} - self._told)[: _MOST_TOLD - len(self._told)]:
             self._told.add(name)
             if name in others:
                 text = f"{name}={others[name]!r:.50}; the recipe's {self._sampling.get(name)!r} holds"
                 logger.warning(f"agents ask for {text}, since the policy is trained as it samples.")
             else:
-                logger.warning(f"agents offer a tool of type {name:.50}, which runs nowhere here; it is left out.")
+                logger.warning(f"agents offer a tool of type {name[:50]!r}, which runs nowhere here; it is left out.")
 
 
 async def _kept_alive(
     answer: "asyncio.Future[list[Reply] | Refused]", written: Callable[[list[Reply] | Refused], str]
 ) -> AsyncIterator[str]:
     """Yield comments until there is an answer, then the answer: many clients give up after minutes of silence."""
-    while not answer.done():
-        yield ":\n\n"
-        await asyncio.wait([answer], timeout=_SILENT_SECONDS)
-    yield written(answer.result())
+    try:
+        while not answer.done():
+            yield ":\n\n"
+            await asyncio.wait([answer], timeout=_SILENT_SECONDS)
+        yield written(answer.result())
+    finally:
+        answer.cancel()
 
 
 def _streamed(dialect: ModuleType, asked: ChatRequest, replies: list[Reply] | Refused, number: int) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +14,11 @@ from grpo_ext.environments.protocol import Agent, AgentTask, environments
 from grpo_ext.errors import Problem
 from grpo_ext.rewards.text import completion_text
 
-_TAIL = 2000
-"""Characters of the output that a failure shows."""
+_TAIL = 400
+"""Bytes of the output that a failure shows."""
+_FILE = "reward.txt"
+_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]+")
+"""Colours and other control characters."""
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
@@ -37,11 +41,11 @@ class Command(Agent):
         run: Sequence[str],
         reward: Literal["exit", "file", "none"] = "exit",
         test: Sequence[str] | None = None,
-        reward_file: str = "reward.txt",
+        reward_file: str | None = None,
         env: Mapping[str, str] | None = None,
         files: Mapping[str, str] | None = None,
     ) -> None:
-        self._run, self._reward, self._test, self._file = list(run), reward, list(test or ()), reward_file
+        self._run, self._reward, self._test, self._file = list(run), reward, list(test or ()), reward_file or _FILE
         self._env, self._files = dict(env or {}), dict(files or {})
 
     @staticmethod
@@ -51,21 +55,36 @@ class Command(Agent):
 
     @staticmethod
     def option_problems(
-        run: object, reward: str = "exit", test: object = None, files: object = None, **_: object
+        run: object,
+        reward: object = "exit",
+        test: object = None,
+        reward_file: str | None = None,
+        env: object = None,
+        files: object = None,
     ) -> Iterator[Problem]:
-        """Yield commands that are not lists of texts, and an unknown reward."""
+        """Yield programs that are not there, and options of another type, without effect, or out of the folder."""
         for name, value in (("run", run), ("test", test)):
-            listed = isinstance(value, list | tuple) and value and all(isinstance(part, str) for part in value)
-            if not listed and (name == "run" or value is not None):
-                yield Problem(
-                    name, value, "not a list of texts", "Write the program and its arguments: [python, a.py]."
-                )
+            if name == "test" and value is None:
+                continue
+            if not (isinstance(value, list | tuple) and value and all(isinstance(part, str) for part in value)):
+                cure = "Write the program and its arguments: [python, a.py]."
+                yield Problem(name, value, "not a list of texts", cure)
+            elif not _found(value[0], env):
+                yield Problem(name, value[0], "no such program", "Install it, or correct its path.")
         if reward not in ("exit", "file", "none"):
             yield Problem("reward", reward, "not a kind of reward", "Set exit, file or none.")
-        if any(
-            Path(name).is_absolute() or ".." in Path(name).parts for name in (files if isinstance(files, dict) else ())
-        ):
-            yield Problem("files", files, "a path that leaves the attempt's folder", "Name files inside it.")
+        for name, value in (("env", env), ("files", files)):
+            texts = isinstance(value, Mapping) and all(isinstance(x, str) for pair in value.items() for x in pair)
+            if value is not None and not texts:
+                yield Problem(name, value, "not a mapping of texts to texts", "Put numbers in quotes.")
+        if reward_file is not None and reward != "file":
+            yield Problem("reward_file", reward_file, f"has no effect with reward: {reward}", "Set reward: file.")
+        if test is not None and reward == "none":
+            yield Problem("test", test, "pays nothing with reward: none", "Remove one of them.")
+        written = {"files": list(files) if isinstance(files, Mapping) else [], "reward_file": [reward_file or _FILE]}
+        for name, paths in written.items():
+            if any(Path(str(path)).is_absolute() or ".." in Path(str(path)).parts for path in paths):
+                yield Problem(name, paths, "a path that leaves the attempt's folder", "Name files inside it.")
 
     def run(self, task: AgentTask) -> float | None:
         """Run the program, then the test; return the reward."""
@@ -76,6 +95,8 @@ class Command(Agent):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(filled(text, row))
         status = self._status(self._run, row, folder, {**model_variables(task), **own})
+        if status < 0:
+            raise CommandFailed(f"{self._run[0]}: {describe_exit(status)}. {self.output}")
         if status and self._reward == "none":
             raise CommandFailed(f"{self._run[0]} ended with exit status {status}. {self.output}")
         if self._test:
@@ -85,10 +106,10 @@ class Command(Agent):
         return self._number(folder) if self._reward == "file" else None
 
     def _status(self, command: Sequence[str], row: Mapping[str, Any], folder: Path, own: Mapping[str, str]) -> int:
-        """Run a command to its end. Return its exit status.
+        """Run a command to its end. Return its exit status, or minus the signal that ended it.
 
         Raises:
-            CommandFailed: it cannot be started, or a signal ended it.
+            CommandFailed: it cannot be started.
         """
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # that is ours
         inherited["PWD"] = str(folder)  # which some programs trust more than their working directory
@@ -104,13 +125,9 @@ class Command(Agent):
                     stderr=log,
                 )
             except OSError as error:
-                raise CommandFailed(
-                    f"{arguments[0]!r} cannot be started ({error.strerror}). Correct the path."
-                ) from None
+                raise CommandFailed(f"{arguments[0]!r} cannot be started ({error.strerror}).") from None
             log.seek(max(0, log.tell() - _TAIL))
-            self.output = log.read().decode(errors="replace").strip()
-        if done.returncode < 0:
-            raise CommandFailed(f"{arguments[0]}: {describe_exit(done.returncode)}. {self.output}")
+            self.output = " ".join(_CODES.sub(" ", log.read().decode(errors="replace")).split())
         return done.returncode
 
     def _number(self, folder: Path) -> float:
@@ -121,11 +138,18 @@ class Command(Agent):
             raise CommandFailed(f"no number in reward_file={self._file} ({error}). {self.output}") from None
 
 
+def _found(program: str, env: object) -> bool:
+    """Return whether a program is there, or is looked for in the attempt only."""
+    of_the_attempt = _PLACE.search(program) or ("/" in program and not Path(program).is_absolute())
+    return bool(of_the_attempt or (isinstance(env, Mapping) and "PATH" in env) or shutil.which(program))
+
+
 def model_variables(task: AgentTask) -> dict[str, str]:
     """Return the variables by which clients find the model."""
     addresses = {"OPENAI_BASE_URL": f"{task.url}/v1", "ANTHROPIC_BASE_URL": task.url}
     keys = {"OPENAI_API_KEY": task.key, "ANTHROPIC_API_KEY": task.key}
-    return {**addresses, **keys, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    direct = {name: f"{os.environ.get(name) or ''},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
+    return {**addresses, **keys, **direct}
 
 
 def filled(text: str, row: Mapping[str, Any]) -> str:

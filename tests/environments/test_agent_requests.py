@@ -1,0 +1,275 @@
+"""What agents may ask in a bad moment, a bad form, or for too much: limits, clocks and options, by hand."""
+
+import asyncio
+import json
+import os
+import threading
+import time
+
+import openai
+import pytest
+
+from grpo_ext.environments import hosts as hosting
+from grpo_ext.environments.attempt import AttemptLimits
+from grpo_ext.environments.composition import parse_environments
+from grpo_ext.environments.endpoint.history import History
+from grpo_ext.environments.hosts import EnvironmentHost
+from grpo_ext.environments.library.command import model_variables
+from grpo_ext.environments.protocol import AgentTask
+from grpo_ext.objective.trajectory import Sample
+from grpo_ext.trainer.acting import Acting
+from support import speakers
+from support.agent_runs import EOS, Random, run, spec, tasks
+from support.agents import GO, three_turns
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+def hosts():
+    opened = EnvironmentHost(memory_gib=4.0)
+    yield opened
+    opened.close()
+
+
+def limits(completion):
+    return AttemptLimits(completion=completion, counts_all=True, context=None, ends=frozenset([EOS]))
+
+
+# Depth.
+
+
+def nested(depth):
+    return "[" * depth + "]" * depth
+
+
+async def asks_deep(row, client):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {nested(900)}}}'}}
+    messages = [
+        *GO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ]
+    await client.chat.completions.create(model="m", messages=messages)
+    return 1.0
+
+
+def test_arguments_that_are_too_deep_are_text(hosts):
+    [deep, sound], _ = run(hosts, tasks(spec(asks_deep), [{}]) + tasks(spec(three_turns), [{}]))
+    assert [(made.failure, made.reward, len(made.turns)) for made in (deep, sound)] == [(None, 1.0, 1), (None, 7.0, 3)]
+
+
+@pytest.mark.parametrize(("depth", "calls"), [(50, 1), (900, 0), (100_000, 0)])
+def test_a_sampled_call_that_is_too_deep_is_text(depth, calls):
+    tokenizer = speakers.tokenizer()
+    acting = Acting([spec(three_turns)], tokenizer, 4.0)
+    said = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {nested(depth)}}}}}\n</tool_call><|im_end|>'
+    message = acting._parsed(tokenizer(said, add_special_tokens=False)["input_ids"], [], TOOLS)
+    acting.close()
+    assert len(message.get("tool_calls", [])) == calls
+    assert ("tool_call" in str(message["content"])) == (not calls)
+
+
+async def asks_twice(row, client):
+    found = []
+    for _ in range(2):
+        try:
+            await client.with_options(max_retries=0).chat.completions.create(model="m", messages=GO)
+        except openai.BadRequestError as error:
+            found.append(error.body["message"])
+    assert found == ["ZeroDivisionError: of a kind that nobody foresaw"], found
+    return 1.0
+
+
+def test_what_nobody_foresaw_is_a_refusal(hosts, monkeypatch):
+    opened, seen = History.opened, []
+
+    def fails_once(self, request):
+        seen.append(request)
+        if len(seen) == 1:
+            raise ZeroDivisionError("of a kind that nobody foresaw")
+        return opened(self, request)
+
+    monkeypatch.setattr(History, "opened", fails_once)
+    [made], _ = run(hosts, tasks(spec(asks_twice), [{}]))
+    assert (made.failure, len(made.turns)) == (None, 1)
+
+
+# Clocks.
+
+
+def test_a_clock_goes_on_where_it_stood_or_anew(hosts, monkeypatch):
+    connection = hosts.open(spec(three_turns), 0)
+    now = [100.0]
+    monkeypatch.setattr(hosting.time, "monotonic", lambda: now[0])
+    connection.stream.sent_at, connection.seconds = 100.0, connection.spec.turn_timeout
+    whole = connection.spec.turn_timeout
+    now[0] = 101.0
+    connection.pause()
+    assert connection.deadline == float("inf")
+    now[0] = 109.0
+    connection.resume(anew=False)
+    connection.resume(anew=False)  # twice, as after two refusals
+    assert connection.deadline == 109.0 + whole - 1.0
+    connection.pause()
+    now[0] = 120.0
+    connection.resume(anew=True)
+    assert connection.deadline == 120.0 + whole
+    connection.close()
+
+
+class Late(Random):
+    """Answers each turn a moment after it was asked, as a server of samples does."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.descriptor, self._bell = os.pipe()
+        self._queue, self._seconds, self.limits = [], seconds, []
+
+    @property
+    def pending(self):
+        return len(self._queue)
+
+    def generate(self, asked):
+        self.limits += [one.limit for one in asked]
+        for one in asked:
+            self._queue.append((time.monotonic() + self._seconds, one))
+            threading.Timer(self._seconds + 0.01, os.write, (self._bell, b".")).start()
+        done = [one for when, one in self._queue if when <= time.monotonic()]
+        self._queue = [(when, one) for when, one in self._queue if one not in done]
+        if done:
+            os.read(self.descriptor, 4096)
+        return [(one, Sample([3] * one.limit, [-0.5] * one.limit)) for one in done]
+
+
+async def gives_up(row, client):
+    short = client.with_options(timeout=0.3, max_retries=1)
+    with pytest.raises(openai.APITimeoutError):
+        await short.chat.completions.create(model="m", messages=GO, max_tokens=3)
+    await asyncio.sleep(1.5)
+    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "b"}], max_tokens=3)
+    return 1.0
+
+
+def test_a_turn_that_its_agent_did_not_wait_for_is_not_trained(hosts):
+    [made], _ = run(hosts, tasks(spec(gives_up, max_turns=2), [{}]), Late(1.0))
+    assert (made.failure, made.reward, made.truncated) == (None, 1.0, False)
+    assert [turn.sampled for turn in made.turns] == [[3, 3, 3]]
+
+
+# Room.
+
+
+async def eight_at_once(row, client):
+    contents = [(letter * 40 if row["apart"] else "x" * 40) for letter in "abcdefgh"]
+    asked = (
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}], max_tokens=3)
+        for content in contents
+    )
+    made = await asyncio.gather(*asked, return_exceptions=True)
+    refused = [one for one in made if isinstance(one, openai.BadRequestError)]
+    assert {one.code for one in refused} <= {"context_length_exceeded"}
+    return float(len(refused))
+
+
+def test_contexts_at_once_count_once_and_against_the_limit(hosts):
+    [apart], _ = run(hosts, tasks(spec(eight_at_once), [{"apart": True}]), limits=limits(150))
+    [same], _ = run(hosts, tasks(spec(eight_at_once), [{"apart": False}]), limits=limits(150))
+    assert apart.reward > 0
+    assert len(apart.tree.ids) <= 150
+    assert (same.reward, same.truncated) == (0.0, False)
+
+
+async def staggered(row, client):
+    async def ask(place):
+        await asyncio.sleep(0.1 * place)
+        await client.chat.completions.create(model="m", messages=GO, max_tokens=row["limit"])
+
+    made = await asyncio.gather(*(ask(place) for place in range(3)), return_exceptions=True)
+    assert [one.code for one in made if one is not None] == ["context_length_exceeded"] * row["refused"]
+    return 1.0
+
+
+@pytest.mark.parametrize(("limit", "given"), [(None, [100]), (60, [60, 40]), (30, [30, 30, 30])])
+def test_turns_that_are_being_sampled_keep_their_room(hosts, limit, given):
+    engine = Late(0.5)
+    rows = [{"limit": limit, "refused": 3 - len(given)}]
+    [made], _ = run(hosts, tasks(spec(staggered), rows), engine, limits(100))
+    assert made.failure is None
+    assert engine.limits == given
+    assert made.truncated == (len(given) < 3)
+
+
+# Options.
+
+
+async def agent(row, client, most):
+    return float(most)
+
+
+async def clashes(row, client, function):
+    return 1.0
+
+
+RUN = {"run": ["python3", "{folder}/a.py"]}
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"path": agent}, "missing a required argument: 'most'"),
+        ({"path": agent, "kwargs": {"mots": 1}}, "missing a required argument: 'most'"),
+        ({"path": agent, "kwargs": {"most": 1, "mots": 1}}, "unexpected keyword argument 'mots'"),
+        ({"path": clashes, "kwargs": {"function": 1}}, "path sets them already"),
+        ({"name": "command", "kwargs": {"run": ["a-program-that-is-not-there"]}}, "no such program"),
+        ({"name": "command", "kwargs": RUN | {"test": ["a-program-that-is-not-there"]}}, "no such program"),
+        ({"name": "command", "kwargs": RUN | {"env": {"N": 3}}}, "not a mapping of texts to texts"),
+        ({"name": "command", "kwargs": RUN | {"files": {"a.json": {"b": "c"}}}}, "not a mapping of texts to texts"),
+        ({"name": "command", "kwargs": RUN | {"files": {"/a.json": "c"}}}, "a path that leaves the attempt's folder"),
+        ({"name": "command", "kwargs": RUN | {"reward_file": "r"}}, "has no effect with reward: exit"),
+        (
+            {"name": "command", "kwargs": RUN | {"reward": "file", "reward_file": "../r"}},
+            "a path that leaves the attempt's folder",
+        ),
+        ({"name": "command", "kwargs": RUN | {"reward": "none", "test": ["true"]}}, "pays nothing with reward: none"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_the_start(entry, reason):
+    _, problems = parse_environments([entry])
+    assert any(reason in problem.reason for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        RUN,
+        {"run": ["./a.sh"], "files": {"a.sh": "true"}},
+        {"run": ["a.sh"], "env": {"PATH": "{folder}"}},
+        {"run": ["{program}"], "reward": "file", "reward_file": "r"},
+    ],
+)
+def test_a_program_of_the_attempt_is_looked_for_there(options):
+    assert parse_environments([{"name": "command", "kwargs": options}])[1] == []
+
+
+def test_hosts_that_need_no_proxy_stay(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "internal.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+    found = model_variables(AgentTask({}, "http://127.0.0.1:1/1", "key"))
+    assert (found["NO_PROXY"], found["no_proxy"]) == ("internal.example,127.0.0.1", "127.0.0.1")
+
+
+def test_output_and_key_of_a_program_in_its_failure(hosts):
+    program = "import os, sys; print('a\\x1b[31m\\nb' * 300, os.environ['OPENAI_API_KEY']); sys.exit(1)"
+    options = {"run": ["python3", "-c", program]}
+    [made], _ = run(hosts, tasks(spec("command", kwargs=options), [{}]))
+    assert made.failure.endswith("b a ba b (its key)"[-10:])
+    assert not set("\n\x1b") & set(made.failure)
+    assert len(made.failure) < 600
+
+
+def test_a_test_that_a_signal_ends_pays_nothing(hosts):
+    ask = "import openai; openai.OpenAI().chat.completions.create(model='m', messages=" + json.dumps(GO) + ")"
+    kill = ["python3", "-c", "import os; os.kill(os.getpid(), 11)"]
+    [made], _ = run(hosts, tasks(spec("command", kwargs={"run": ["python", "-c", ask], "test": kill}), [{}]))
+    assert (made.failure, made.reward, len(made.turns)) == (None, 0.0, 1)
