@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 import threading
 import time
 
@@ -271,5 +272,5 @@ def test_output_and_key_of_a_program_in_its_failure(hosts):
 def test_a_test_that_a_signal_ends_pays_nothing(hosts):
     ask = "import openai; openai.OpenAI().chat.completions.create(model='m', messages=" + json.dumps(GO) + ")"
     kill = ["python3", "-c", "import os; os.kill(os.getpid(), 11)"]
-    [made], _ = run(hosts, tasks(spec("command", kwargs={"run": ["python", "-c", ask], "test": kill}), [{}]))
+    [made], _ = run(hosts, tasks(spec("command", kwargs={"run": [sys.executable, "-c", ask], "test": kill}), [{}]))
     assert (made.failure, made.reward, len(made.turns)) == (None, 0.0, 1)
