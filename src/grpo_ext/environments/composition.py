@@ -151,16 +151,16 @@ def _parse_entry(place: str, entry: str | type | FunctionType | Mapping[str, Any
     functions, found = _functions(f"{place}.tools", tools, folder)
     problems += found
     environment, target, named, unknown = _target(place, entry, folder)
+    key = "path" if "path" in entry else "name"
     if twice := sorted(named.keys() & kwargs.keys()):
-        given = "path" if "path" in entry else "name"
-        problems.append(Problem(f"{place}.kwargs", twice, f"{given} sets them already", "Remove them."))
+        problems.append(Problem(f"{place}.kwargs", twice, f"{key} sets them already", "Remove them."))
     kwargs = {**kwargs, **named}
     for option in getattr(target, "paths", ()):  # which name a function
         if isinstance(path := kwargs.get(option), str) and ":" in path:
             kwargs[option] = located(path, folder)
     problems += unknown
     if target is not None:
-        problems += _class_problems(place, target, kwargs)
+        problems += _class_problems(place, target, kwargs, dict.fromkeys(named, key))
     if is_agent(target) and tools:
         problems.append(Problem(f"{place}.tools", ABSENT, "an agent brings its own tools", "Remove them."))
     if not unknown:
@@ -235,7 +235,10 @@ def _target(
     return path, target, {}, []
 
 
-def _class_problems(place: str, target: type, kwargs: Mapping[str, Any]) -> Iterator[Problem]:
+def _class_problems(
+    place: str, target: type, kwargs: Mapping[str, Any], places: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Yield what is wrong with a class and its options; `places` names the keys that set some of the options."""
     name = target.__name__
     if is_agent(target):
         if (package := missing()) is not None:
@@ -262,7 +265,8 @@ def _class_problems(place: str, target: type, kwargs: Mapping[str, Any]) -> Iter
     check = getattr(target, "option_problems", None)
     if check is not None and not bounded:
         for problem in check(**kwargs):
-            yield replace(problem, field=f"{place}.kwargs.{problem.field}")
+            key = places.get(problem.field) or f"kwargs.{problem.field}".rstrip(".")
+            yield replace(problem, field=f"{place}.{key}")
 
 
 def _bound_problems(place: str, target: type, kwargs: Mapping[str, Any]) -> Iterator[Problem]:

@@ -42,13 +42,14 @@ class AgentFunction(Agent):
             yield Problem("function", function, "openai is not installed, whose client it gets", "pip install openai.")
         called: Any = import_path(function) if isinstance(function, str) else function
         if not inspect.iscoroutinefunction(called):
-            yield Problem("function", function, "not an async function", "Write async def agent(row, client).")
+            cure = "Write async def agent(row, client), or name an environment's class."
+            yield Problem("function", function, "neither a class nor an async function", cure)
             return
         try:
             inspect.signature(called).bind(None, None, **options)
         except TypeError as error:
             cure = f"It is {called.__name__}{inspect.signature(called)}, called with row, client and the kwargs."
-            yield Problem("function", options, str(error), cure)
+            yield Problem("", options, str(error), cure)
 
     async def run(self, task: AgentTask) -> float | None:
         """Call the function."""
