@@ -243,7 +243,7 @@ def trained(agent: Agent, agents: Path, steps: int, folder: str, name: str | Non
         max_steps=steps,
         per_device_train_batch_size=GROUP,
         num_generations=GROUP,
-        max_completion_length=24_000 if name is None else 2000,  # counts tools' answers and sub-agents' contexts
+        max_completion_length=24_000 if name is None else 1000,  # counts tools' answers and sub-agents' contexts
         learning_rate=1e-3 if name is None else 1e-4,
         logging_steps=1,
         use_cpu=True,

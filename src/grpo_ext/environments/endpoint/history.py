@@ -5,7 +5,6 @@ its sampled ids, as far as the chat template's text extends them. Any other conv
 sub-agent, thinking that was removed) is rendered from its beginning; the tree of the trajectory finds what it shares.
 """
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,8 +87,12 @@ class History:
 
     def new_tokens(self, context: list[int]) -> int:
         """Return how many tokens of a context neither a finished turn nor another context has; 0 for the first."""
-        seen = itertools.chain(self._read, ([*turn.opened.context.ids, *turn.sampled] for turn in self._finished))
-        return len(context) - max((common(ids, context) for ids in seen), default=len(context))
+        read = [(ids, list[int]()) for ids in self._read]
+        seen, shared = [*read, *((turn.opened.context.ids, turn.sampled) for turn in self._finished)], 0
+        for ids, sampled in reversed(seen):  # the last is the longest, mostly
+            if len(ids) + len(sampled) > shared:
+                shared = max(shared, common([*ids, *sampled], context))
+        return len(context) - shared if seen else 0
 
     @property
     def opening(self) -> list[Message]:
