@@ -8,6 +8,7 @@ import threading
 import time
 
 import openai
+import psutil
 import pytest
 
 from grpo_ext.environments import hosts as hosting
@@ -22,6 +23,7 @@ from grpo_ext.trainer.acting import Acting
 from support import speakers
 from support.agent_runs import EOS, Random, run, spec, tasks
 from support.agents import GO, three_turns
+from support.processes import PATIENCE
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]
 
@@ -274,3 +276,18 @@ def test_a_test_that_a_signal_ends_pays_nothing(hosts):
     kill = ["python3", "-c", "import os; os.kill(os.getpid(), 11)"]
     [made], _ = run(hosts, tasks(spec("command", kwargs={"run": [sys.executable, "-c", ask], "test": kill}), [{}]))
     assert (made.failure, made.reward, len(made.turns)) == (None, 0.0, 1)
+
+
+def test_no_program_outlives_the_fork_server(hosts, tmp_path):
+    program = (
+        "import os, signal, time; open(os.environ['PLACE'], 'w').write(str(os.getpid()));"
+        "parent = open(f'/proc/{os.getppid()}/stat').read().rsplit(')')[-1].split()[1];"
+        "os.kill(int(parent), signal.SIGKILL); time.sleep(3600)"
+    )
+    options = {"run": [sys.executable, "-c", program], "env": {"PLACE": str(tmp_path / "pid")}}
+    [made], _ = run(hosts, tasks(spec("command", kwargs=options), [{}]))
+    assert made.failure.startswith("died: ")
+    pid, end = int((tmp_path / "pid").read_text()), time.monotonic() + PATIENCE
+    while psutil.pid_exists(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid)

@@ -3,13 +3,15 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_ext.child_processes import describe_exit
+from grpo_ext.child_processes import describe_exit, die_with_parent
 from grpo_ext.environments.protocol import Agent, AgentTask, environments
 from grpo_ext.errors import Problem
 from grpo_ext.rewards.text import completion_text
@@ -123,6 +125,7 @@ class Command(Agent):
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
                 )
             except OSError as error:
                 raise CommandFailed(f"{arguments[0]!r} cannot be started ({error.strerror}).") from None
