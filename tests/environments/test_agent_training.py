@@ -153,7 +153,7 @@ open("seen", "w").write(open(os.environ["HOME"] + "/deep/note").read())
         ({"name": "command", "kwargs": {"run": ["a"], "reward": "luck"}}, "not a kind of reward"),
         ({"name": "command", "kwargs": {"run": ["a"], "files": {"../a": "b"}}}, "leaves the attempt's folder"),
         ({"name": "command", "kwargs": {"run": ["a"], "reward": "none"}}, "no source of rewards"),
-        ({"path": f"{__file__}:check"}, "not an async function"),
+        ({"path": f"{__file__}:check"}, "nor an async function"),
     ],
 )
 def test_what_cannot_be_an_agent_is_refused(entry, words, tmp_path):
