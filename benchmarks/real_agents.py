@@ -291,7 +291,6 @@ def main() -> None:
     parser.add_argument("--model", help="a model in place of the taught one")
     parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     for name in args.only:
         made = record(name, args.agents.resolve(), args.steps, args.model)
         lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
