@@ -230,6 +230,7 @@ RUN = {"run": ["python3", "{folder}/a.py"]}
         ({"name": "command", "kwargs": RUN | {"files": {"a.json": {"b": "c"}}}}, "not a mapping of texts to texts"),
         ({"name": "command", "kwargs": RUN | {"files": {"/a.json": "c"}}}, "a path that leaves the attempt's folder"),
         ({"name": "command", "kwargs": RUN | {"reward_file": "r"}}, "has no effect with reward: exit"),
+        ({"name": "command", "kwargs": RUN | {"reward": "file", "reward_file": 5}}, "a path that leaves"),
         (
             {"name": "command", "kwargs": RUN | {"reward": "file", "reward_file": "../r"}},
             "a path that leaves the attempt's folder",

@@ -362,12 +362,14 @@ def test_what_a_command_gets_of_the_row():
 def test_a_stream_is_not_silent_while_it_waits(path, answer, last, monkeypatch):
     monkeypatch.setattr(server, "_SILENT_SECONDS", 0.01)
     endpoint, inbox = server.Endpoint({}), server.Inbox()
-    line = endpoint.open(inbox, lambda: None)
+    stopped = []
+    line = endpoint.open(inbox, lambda: stopped.append("the clock"))
     asked = {"messages": [USER], "stream": True, "max_tokens": 9}
     headers = {"Authorization": f"Bearer {line.key}"}
     try:
         with httpx.stream("POST", f"{line.url}/v1/{path}", json=asked, headers=headers, trust_env=False) as stream:
             [pending] = inbox.take()
+            assert stopped == ["the clock"]
             lines = stream.iter_lines()
             assert [next(lines) for _ in range(4)] == [":", "", ":", ""]
             pending.done(answer)

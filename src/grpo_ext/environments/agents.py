@@ -71,19 +71,10 @@ class Agents:
             attempt = self._attempts.get(request.line)
             if attempt is None:  # it has ended, and its line has refused the request
                 continue
-            refused: Refused | None = None
             try:
-                if not request.left:
-                    found += self._calls(attempt, request)
-            except Refused as error:
-                refused = error
-            except CannotRender as error:
-                refused = Refused(str(error), "template")
-            except Exception as error:  # whatever an agent may ask, it costs its own attempt only
-                logger.debug("request", exc_info=True)
-                refused = Refused(f"{type(error).__name__}: {error}")
-            if refused is not None:
-                request.done(refused)
+                found += [] if request.left else self._calls(attempt, request)
+            except Exception as error:  # a request costs its own attempt only
+                request.done(_refusal(error))
             self._go_on(attempt, anew=False)
         return found
 
@@ -121,11 +112,11 @@ class Agents:
         return [Call(attempt, opened.context, request, opened) for _ in range(choices)]
 
     def limited(self, calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-        """Return the turns to sample, with their limits, and those that wait for room which others of theirs may need.
+        """Return the turns to sample, with their limits, and the turns that wait until others have left them room.
 
-        Turns of one attempt share its room. Neither are turns for which no room is left, or for which no agent waits.
+        Turns of one attempt share its room. A turn without room is refused, one without an agent that waits forgotten.
         """
-        wanted = [call for call in calls if not self._left(call)]
+        wanted = [call for call in calls if not self._forgotten(call)]
         sharing = Counter(call.attempt.number for call in wanted)
         found: list[Call] = []
         waiting: list[Call] = []
@@ -141,7 +132,7 @@ class Agents:
             elif share < 1:
                 attempt.truncated = request.left = True
                 request.done(_no_room(call.context))
-                self._left(call)
+                self._forgotten(call)
                 continue
             else:
                 call.limit = min(share, request.chat.limit or share)
@@ -149,8 +140,8 @@ class Agents:
             found.append(call)
         return found, waiting
 
-    def _left(self, call: Call) -> bool:
-        """Return whether an agent waits for a turn no longer; forget the turn then."""
+    def _forgotten(self, call: Call) -> bool:
+        """Forget a turn if its agent waits for it no longer. Return whether it is forgotten."""
         if call.request is None or not call.request.left:
             return False
         call.attempt.asked -= 1
@@ -166,7 +157,7 @@ class Agents:
         assert opened is not None
         assert attempt.dialogue is not None
         attempt.reserved -= call.limit
-        if self._left(call):
+        if self._forgotten(call):
             return
         ids, logprobs, message, stopped = self._cut(sample, call)
         ended = bool(ids) and ids[-1] in self._limits.ends and not stopped
@@ -191,7 +182,7 @@ class Agents:
     def _cut(self, sample: Sample, call: Call) -> tuple[list[int], list[float | None] | None, Message, str | None]:
         """Return ids, log-probabilities and message of a sample up to its first stop text, and that text.
 
-        What follows the token that completes a stop text is not part of the turn: as if sampling had ended there.
+        The turn ends with the token that completes the stop text, as if sampling had ended there.
         """
         assert call.request is not None
         chat, ids = call.request.chat, sample.ids
@@ -213,6 +204,16 @@ class Agents:
 
     def _logprobs(self, ids: list[int], logprobs: list[float | None] | None) -> list[tuple[str, float | None]]:
         return [(self._text([i]), value) for i, value in zip(ids, logprobs or [None] * len(ids), strict=True)]
+
+
+def _refusal(error: Exception) -> Refused:
+    """Return the answer to a request that has failed."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, CannotRender):
+        return Refused(str(error), "template")
+    logger.debug("request", exc_info=error)
+    return Refused(f"{type(error).__name__}: {error}")
 
 
 def _no_room(context: Context) -> Refused:

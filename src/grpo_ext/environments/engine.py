@@ -1,4 +1,4 @@
-"""What the loop needs of that which samples turns."""
+"""The protocol of a sampler of turns, as the loop uses it."""
 
 from typing import Protocol
 

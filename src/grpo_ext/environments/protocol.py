@@ -55,7 +55,7 @@ class Conversation:
 
 
 class AgentTask(NamedTuple):
-    """What an agent gets: the row, and its way to the model, which ends with the attempt."""
+    """The row and the way to the model that an agent gets; both end with the attempt."""
 
     row: Mapping[str, Any]
     url: str
@@ -70,7 +70,7 @@ class Agent:
     needs: tuple[str, ...] = ()
     """Columns of the data that it needs."""
     output = ""
-    """End of what it has written, shown if it never called the model."""
+    """The end of its output, shown if it never called the model."""
 
     @staticmethod
     def pays(options: Mapping[str, Any]) -> bool:

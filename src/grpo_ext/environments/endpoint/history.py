@@ -17,7 +17,7 @@ from grpo_ext.objective.trajectory import common
 from grpo_ext.rewards.text import conversation_text
 
 Key: TypeAlias = str
-"""What two messages must share to be the same: role, thinking, text, calls."""
+"""Role, thinking, text and calls of a message; messages with equal keys are the same."""
 
 
 class Opened(NamedTuple):
@@ -32,7 +32,7 @@ class Finished:
     """A finished turn."""
 
     keys: list[Key]
-    """Of the request's messages and of the answer."""
+    """Keys of the request's messages and of the answer."""
     asked: list[Message]
     """The request's messages."""
     opened: Opened

@@ -27,10 +27,10 @@ _TEXTS = ("input_text", "output_text")
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What an agent asks of the model."""
+    """A request of an agent to the model."""
 
     messages: list[Message]
-    """As a chat template takes them: contents are text, arguments of calls are mappings."""
+    """Messages in the form of a chat template: contents are text, arguments of calls are mappings."""
     tools: list[dict[str, Any]] | None = None
     left_out: tuple[str, ...] = ()
     """Types of tools that only the dialect's own service can run."""

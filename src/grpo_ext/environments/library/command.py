@@ -60,7 +60,7 @@ class Command(Agent):
         run: object,
         reward: object = "exit",
         test: object = None,
-        reward_file: str | None = None,
+        reward_file: object = None,
         env: object = None,
         files: object = None,
     ) -> Iterator[Problem]:
@@ -83,9 +83,9 @@ class Command(Agent):
             yield Problem("reward_file", reward_file, f"has no effect with reward: {reward}", "Set reward: file.")
         if test is not None and reward == "none":
             yield Problem("test", test, "pays nothing with reward: none", "Remove one of them.")
-        written = {"files": list(files) if isinstance(files, Mapping) else [], "reward_file": [reward_file or _FILE]}
-        for name, paths in written.items():
-            if any(Path(str(path)).is_absolute() or ".." in Path(str(path)).parts for path in paths):
+        named = {"files": [*files] if isinstance(files, Mapping) else [], "reward_file": [reward_file or _FILE]}
+        for name, paths in named.items():
+            if not all(_inside(path) for path in paths):
                 yield Problem(name, paths, "a path that leaves the attempt's folder", "Name files inside it.")
 
     def run(self, task: AgentTask) -> float | None:
@@ -145,6 +145,10 @@ def _found(program: str, env: object) -> bool:
     """Return whether a program is there, or is looked for in the attempt only."""
     of_the_attempt = _PLACE.search(program) or ("/" in program and not Path(program).is_absolute())
     return bool(of_the_attempt or (isinstance(env, Mapping) and "PATH" in env) or shutil.which(program))
+
+
+def _inside(path: object) -> bool:
+    return isinstance(path, str) and not Path(path).is_absolute() and ".." not in Path(path).parts
 
 
 def model_variables(task: AgentTask) -> dict[str, str]:
