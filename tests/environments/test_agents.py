@@ -162,6 +162,30 @@ def test_limits_refuse_requests_and_the_attempt_is_cut(hosts, length, completion
     assert sum(bool(turn.sampled) for turn in made.turns) == turns
 
 
+async def minds_no_limit(row, client):
+    messages = [{"role": "user", "content": "go" * row["length"]}]
+    for _ in range(4):
+        made = await client.chat.completions.create(model="m", messages=messages)
+        messages += [{"role": "assistant", "content": made.choices[0].message.content}, *GO]
+    return 0.5
+
+
+@pytest.mark.parametrize(("completion", "most"), [(400, 2), (12, 9)])
+def test_an_agent_that_raises_at_a_limit_is_paid_0(hosts, completion, most):
+    limits = AttemptLimits(completion=completion, counts_all=True, context=None, ends=frozenset([EOS]))
+    [made], _ = run(hosts, tasks(spec(minds_no_limit, max_turns=most), [{"length": 1}]), Random(letters=7), limits)
+    assert (made.failure, made.reward, made.truncated) == (None, 0.0, True)
+    assert made.turns
+    assert len(made.turns) <= 2
+
+
+def test_a_first_request_without_room_is_a_failure(hosts):
+    limits = AttemptLimits(completion=400, counts_all=True, context=2, ends=frozenset([EOS]))
+    [made], _ = run(hosts, tasks(spec(minds_no_limit), [{"length": 8}]), limits=limits)
+    assert made.reward is None
+    assert re.match("raised: run: .*no room for an answer", made.failure)
+
+
 async def speaks_otherwise(row, client):
     """By Anthropic's client."""
     url = str(client.base_url).removesuffix("/v1/")

@@ -99,12 +99,12 @@ class Agents:
             raise Refused("TRL cannot read calls of tools in the chat template of this model", "unsupported_parameter")
         most = attempt.task.spec.max_turns
         if attempt.figures.turns + attempt.asked + choices > most:
-            attempt.truncated = True
+            attempt.truncated = attempt.over_limit = True
             raise Refused(f"the attempt has made all its requests (max_turns={most})", "turn_limit_exceeded")
         opened = history.opened(request.chat)
         news = history.new_tokens(opened.context.ids) if self._limits.counts_all else 0
         if self._limits.room(attempt.spent + news, opened.context) < choices:
-            attempt.truncated = True
+            attempt.truncated = attempt.over_limit = True
             raise _no_room(opened.context)
         history.note(opened.context.ids)
         attempt.spent += news
@@ -130,7 +130,7 @@ class Agents:
                 waiting.append(call)
                 continue
             elif share < 1:
-                attempt.truncated = request.left = True
+                attempt.truncated = attempt.over_limit = request.left = True
                 request.done(_no_room(call.context))
                 self._forgotten(call)
                 continue

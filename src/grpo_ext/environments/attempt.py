@@ -84,6 +84,8 @@ class Attempt:
     request: str = ""
     spent: int = 0
     truncated: bool = False
+    over_limit: bool = False
+    """Whether an agent's request was refused for a limit."""
     line: Line | None = None
     """An agent's way to the model."""
     dialogue: History | None = None

@@ -160,7 +160,13 @@ class Attempts:
     def _handle(self, attempt: Attempt, answer: Answer) -> None:
         attempt.figures.seconds += answer.seconds
         if answer.failure is not None:
-            self._fail(attempt, answer.failure)
+            raised = answer.failure.startswith(FailureKind.RAISED)
+            if (
+                raised and attempt.over_limit and attempt.turns
+            ):  # by the refusal, most likely: the policy used its room up
+                self._end(attempt, 0.0, None)
+            else:
+                self._fail(attempt, answer.failure)
             return
         handlers = {"reset": self._opened, "step": self._stepped, "finish": self._finished, "run": self._ran}
         try:
