@@ -7,6 +7,7 @@ FOLDER holds what is installed before, each in a folder of its own, with the ver
     npm install --prefix FOLDER/codex @openai/codex@0.171.0
     python -m venv FOLDER/mini && FOLDER/mini/bin/pip install mini-swe-agent
     python -m venv FOLDER/smol && FOLDER/smol/bin/pip install smolagents openai
+    python -m venv FOLDER/lang && FOLDER/lang/bin/pip install langchain langchain-openai
 
 The model is a Llama of one layer with random weights, taught only which of a few answers a turn may be: a call of the
 agent's own tool that does the task, and a text that ends it. Prompts, tools, loop and retries are the agent's own.
@@ -102,6 +103,26 @@ from smolagents import CodeAgent, OpenAIModel
 model = OpenAIModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
 print(CodeAgent(tools=[], model=model, max_steps=4, additional_authorized_imports=["pathlib"]).run(sys.argv[1]))
 """
+LANGGRAPH = """
+import subprocess
+import sys
+
+from langchain.agents import create_agent
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+
+@tool
+def shell(command: str) -> str:
+    "Run a command in the current folder and return what it prints."
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+graph = create_agent(ChatOpenAI(model="policy"), [shell], system_prompt="You work in a folder by its shell.")
+asked = {"messages": [{"role": "user", "content": sys.argv[1]}]}
+print(graph.invoke(asked, {"recursion_limit": 9})["messages"][-1].content)
+"""
 AGENTS = {
     "mini-swe-agent": Agent(
         ["{agents}/mini/bin/pip", "show", "mini-swe-agent"],
@@ -146,6 +167,14 @@ AGENTS = {
         ],
         {"HOME": "{folder}"},
         {"agent.py": SMOL},
+    ),
+    "LangGraph": Agent(
+        ["{agents}/lang/bin/pip", "show", "langgraph"],
+        "chat completions",
+        ["{agents}/lang/bin/python", "agent.py", "{prompt}"],
+        [call("shell", command=TOUCH), "Done."],
+        {"HOME": "{folder}"},
+        {"agent.py": LANGGRAPH},
     ),
 }
 
