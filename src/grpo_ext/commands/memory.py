@@ -62,6 +62,8 @@ def estimate(
             parts["autocast"] = min(copies, (shape.head + layer) * computes)
         batch = micro_batch(training, shape, prompt, each, computes)
         parts["activations"] = peak(shape, batch, kept) - kept
+        if training.use_cpu and computes == each < FLOAT:  # the weights in blocks
+            copies = parameters * each
         sampling = rollout_held(training, shape, prompt, computes, copies)
         parts["rollout"] = max(0, sampling - kept - parts["autocast"] - parts["activations"])
     if training.use_vllm and training.vllm_mode == "colocate":

@@ -165,8 +165,8 @@ def logits_held(training: GRPOExtArguments, shape: Shape, labels: int, width: in
 def rollout_held(training: GRPOExtArguments, shape: Shape, prompt: int, width: int, copies: int) -> int:
     """Return the bytes that this process's sampler holds at the end of a rollout: 0 with an engine of its own.
 
-    These are `copies` of the weights, which autocast keeps, keys and values of every row, and its logits: those of the
-    model, the same in float32, as the settings change them, and their probabilities.
+    These are `copies` of the weights, in 16 bits or in blocks, keys and values of every row, and its logits: those of
+    the model, the same in float32, as the settings change them, and their probabilities.
     """
     if training.use_vllm or samples_in_process(training):
         return 0

@@ -15,6 +15,7 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 
 from grpo_ext.objective.ratios import widest
 from grpo_ext.packing.images import OF_TOKENS
+from grpo_ext.rollout.blocked_weights import blocked
 from grpo_ext.rollout.grouped_queries import selected
 from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import RowCache, Unsupported, check_layers
@@ -127,10 +128,11 @@ def decode(
     check_call(logits_processor, stopping_criteria, generation_config, inputs)
     batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, uniforms, limits)
     log = None if drawn is None else drawn.log
-    logits = batch.prefill(marks)
-    with selected(model):
-        while batch.append(batch.choose(logits, log)):
-            logits = batch.forward()
+    with blocked(model, len(input_ids), generation_config.max_length - batch.prompt):
+        logits = batch.prefill(marks)
+        with selected(model):
+            while batch.append(batch.choose(logits, log)):
+                logits = batch.forward()
     if drawn is not None and generation_config.do_sample:
         drawn.logps.append(batch.drawn[:, input_ids.shape[1] : batch.length].log())
     return batch.completed()

@@ -1,0 +1,68 @@
+"""Weights of linear layers in the blocks in which a CPU multiplies bfloat16, made once for all tokens of a generation.
+
+oneDNN brings a weight into blocks before each product. At a decoded token, with few rows, that costs as much as the
+product. The products are the same to the bit.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+WORTH = 32
+"""Tokens of a completion from which blocks are made: on one core, making them costs as much time as about 13 save."""
+
+LARGE = 16**3
+"""Numbers of a weight above which torch multiplies by oneDNN whatever the rows: other products round otherwise."""
+
+
+@contextmanager
+def blocked(model: nn.Module, rows: int, tokens: int) -> Iterator[None]:
+    """Multiply by weights in blocks inside the block, wherever that is the same product.
+
+    Args:
+        model: decodes, without gradients.
+        rows: number of completions, for which the blocks are chosen.
+        tokens: most tokens of a completion.
+    """
+    layers = [module for module in model.modules() if _multiplies(module)] if tokens >= WORTH and _can_block() else []
+    try:
+        for layer in layers:
+            layer.forward = _Blocked(layer, rows)
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _can_block() -> bool:
+    """Return whether this CPU and this build of torch multiply bfloat16 in blocks."""
+    x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    return x86 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Return whether a module multiplies on the CPU in bfloat16, and its forward is torch's own."""
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    weight = module.weight
+    mixed = torch.is_autocast_enabled("cpu") and weight.dtype == torch.float32
+    computes = torch.get_autocast_dtype("cpu") if mixed else weight.dtype
+    return weight.device.type == "cpu" and weight.numel() > LARGE and computes == torch.bfloat16
+
+
+class _Blocked:
+    """The forward of a linear layer; its blocks are made at the first call, as not all layers are called."""
+
+    def __init__(self, layer: nn.Linear, rows: int) -> None:
+        self.layer, self.rows = layer, rows
+        self.weight: Tensor | None = None
+        self.bias = None if layer.bias is None else layer.bias.to(torch.bfloat16)
+
+    def __call__(self, states: Shaped[Tensor, "*rows features"]) -> Shaped[Tensor, "*rows outputs"]:
+        if self.weight is None:
+            weight = self.layer.weight.to(torch.bfloat16)
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.rows)
+        return torch.ops.mkldnn._linear_pointwise(states.to(torch.bfloat16), self.weight, self.bias, "none", [], "")

@@ -1,0 +1,101 @@
+"""Products of weights in blocks: the bits of torch's own, in the layers whose forward is torch's own."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from grpo_ext.rollout import blocked_weights
+from grpo_ext.rollout.blocked_weights import WORTH, blocked
+from grpo_ext.rollout.decoding import decode
+from grpo_ext.rollout.kept_log import Drawn
+from support import tiny
+
+can_block = pytest.mark.skipif(not blocked_weights._can_block(), reason="this CPU has no products in bfloat16")
+
+
+def replaced(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def generated(model: nn.Module, seed: int, *, mixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sampled ids of two prompts and four completions of each, and their log-probabilities."""
+    draws = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, len(tiny.WORDS), (2, 6), generator=draws).repeat_interleave(4, 0)
+    drawn, uniforms = Drawn(log=None), torch.rand(8, 24, dtype=torch.float64, generator=draws)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
+        found = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=24,
+            do_sample=True,
+            custom_generate=partial(decode, drawn=drawn, uniforms=uniforms),
+        )
+    return found, drawn.logps[0]
+
+
+@can_block
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(896, 896), (896, 128), (4864, 896), (67, 65), (5, 1000), (1000, 5)])
+def test_products_are_the_same_to_the_bit(inputs, outputs, bias):
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs, bias=bias)
+    for rows in (1, 2, 5, 16, 31, 64, 257):
+        states = torch.randn(rows, 1, inputs)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            expected = layer(states)
+            with blocked(layer, 16, WORTH):
+                assert replaced(layer) == [""]
+                found = layer(states)
+        assert found.dtype == expected.dtype == torch.bfloat16
+        assert torch.equal(found, expected)
+
+
+@can_block
+@pytest.mark.parametrize("precision", ["mixed", "bfloat16"])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_generation_draws_the_same_tokens(seed, lora, precision, monkeypatch):
+    sizes = {"hidden_size": 96, "intermediate_size": 200, "initializer_range": 0.1}
+    model = tiny.model(seed, torch.float32 if precision == "mixed" else torch.bfloat16, **sizes).eval()
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=48, target_modules="all-linear", init_lora_weights=False)).eval()
+    found = []
+    for blocks in (True, False):
+        monkeypatch.setattr(blocked_weights, "WORTH", 1 if blocks else 10**9)
+        found.append(generated(model, seed, mixed=precision == "mixed"))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert replaced(model) == []
+
+
+def test_other_layers_are_left_alone():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.ModuleList([nn.Linear(99, 99, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.float64)])
+    model.extend([Own(99, 99, dtype=torch.bfloat16), nn.Linear(64, 64, dtype=torch.bfloat16)])
+    model.append(nn.Linear(99, 99, dtype=torch.bfloat16))
+    model[5].forward = own = model[5].forward
+    with blocked(model, 16, WORTH):
+        assert replaced(model) == ["5"]
+        assert model[5].forward is own
+    assert model[5].forward is own
+
+
+@can_block
+def test_short_completions_are_not_worth_it():
+    layer = nn.Linear(99, 99, dtype=torch.bfloat16)
+    with blocked(layer, 16, WORTH - 1):
+        assert replaced(layer) == []
+
+
+@can_block
+def test_the_forward_is_back_after_an_error():
+    layer = nn.Linear(99, 99, dtype=torch.bfloat16)
+    with pytest.raises(KeyError), blocked(layer, 16, WORTH):
+        raise KeyError
+    assert replaced(layer) == []
