@@ -102,6 +102,16 @@ def test_a_rollout_holds_keys_values_logits_and_copies_of_the_weights(monkeypatc
     assert found["rollout"] == 10**9 - found["gradients"] - found["activations"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bf16", "copies"), [("bfloat16", False, 2000), (None, True, 2000), (None, False, 0)]
+)
+def test_a_rollout_copies_weights_to_16_bits_or_into_blocks(dtype, bf16, copies, monkeypatch):
+    monkeypatch.setattr(memory, "rollout_held", lambda *given: held.append(given[-1]) or 0)
+    held = []
+    parts(dtype=dtype, bf16=bf16)
+    assert held == [copies]
+
+
 def test_quantized_layers_are_smaller():
     """7,680 weights in the linear layers of each of two layers, beside a head and an embedding."""
     four, frozen = {"use_peft": True, "load_in_4bit": True}, tiny.model().requires_grad_(False)
