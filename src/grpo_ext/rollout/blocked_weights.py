@@ -27,14 +27,15 @@ def blocked(model: nn.Module, rows: int, tokens: int) -> Iterator[None]:
         rows: number of completions, for which the blocks are chosen.
         tokens: most tokens of a completion.
     """
-    layers = [module for module in model.modules() if _multiplies(module)] if tokens >= WORTH and _can_block() else []
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+    layers = list(filter(_multiplies, linear)) if tokens >= WORTH and _can_block() else []
     try:
         for layer in layers:
-            layer.forward = _Blocked(layer, rows)
+            vars(layer)["forward"] = _Blocked(layer, rows)
         yield
     finally:
         for layer in layers:
-            del layer.forward
+            del vars(layer)["forward"]
 
 
 def _can_block() -> bool:
@@ -43,11 +44,11 @@ def _can_block() -> bool:
     return x86 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _multiplies(module: nn.Module) -> bool:
-    """Return whether a module multiplies on the CPU in bfloat16, and its forward is torch's own."""
-    if type(module) is not nn.Linear or "forward" in vars(module):
+def _multiplies(layer: nn.Linear) -> bool:
+    """Return whether a layer multiplies on the CPU in bfloat16, and its forward is torch's own."""
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
-    weight = module.weight
+    weight = layer.weight
     mixed = torch.is_autocast_enabled("cpu") and weight.dtype == torch.float32
     computes = torch.get_autocast_dtype("cpu") if mixed else weight.dtype
     return weight.device.type == "cpu" and weight.numel() > LARGE and computes == torch.bfloat16
