@@ -20,7 +20,7 @@ LARGE = 16**3
 
 @contextmanager
 def blocked(model: nn.Module, rows: int, tokens: int) -> Iterator[None]:
-    """Multiply by weights in blocks inside the block, wherever that is the same product.
+    """Multiply by weights in blocks for a `with` statement, in the layers where that is the same product.
 
     Args:
         model: decodes, without gradients.
