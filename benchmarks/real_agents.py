@@ -11,7 +11,7 @@ FOLDER holds what is installed before, each in a folder of its own, with the ver
 
 The model is a Llama of one layer with random weights, taught only which of a few answers a turn may be: a call of the
 agent's own tool that does the task, and a text that ends it. Prompts, tools, loop and retries are the agent's own.
-With `--model FOLDER_OR_NAME` it is that model, with LoRA.
+With `--model FOLDER_OR_NAME` it is that model, with LoRA, groups of eight, and paid for calling a tool too.
 Each agent adds a line to results/real_agents.jsonl; `python docs/tables.py` makes the table of docs/agents.md.
 """
 
@@ -42,6 +42,7 @@ from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "real_agents.jsonl"
 STEPS, GROUP, POSITIONS = 10, 2, 65_536
+REAL_GROUP = 8
 TASK = "Create an empty file with the name done.txt in the current folder."
 TOUCH = "touch done.txt"
 
@@ -262,16 +263,22 @@ class Recorder(GRPOExtTrainer):
         return super()._calculate_rewards(inputs, *completed)
 
 
+def called(completions: list, trajectory: list, **_: Any) -> list[float]:
+    """1 for an attempt in which the model called a tool: all that a small model learns here in a few steps."""
+    return [float(len(made.turns) > 1) for made in trajectory]
+
+
 def trained(agent: Agent, agents: Path, steps: int, folder: str, name: str | None) -> Recorder:
     """Train an agent with the model `name`, or with the taught one."""
     tokenizer = tokenizer_of(agent.says) if name is None else AutoTokenizer.from_pretrained(name)
+    group = GROUP if name is None else REAL_GROUP
     run = [part.replace("{agents}", str(agents)) for part in agent.run]
     options = {"run": run, "env": agent.env, "files": agent.files or {}, "test": ["test", "-e", "done.txt"]}
     args = GRPOExtConfig(
         output_dir=folder,
         max_steps=steps,
-        per_device_train_batch_size=GROUP,
-        num_generations=GROUP,
+        per_device_train_batch_size=group,
+        num_generations=group,
         max_completion_length=24_000 if name is None else 1000,  # counts tools' answers and sub-agents' contexts
         learning_rate=1e-3 if name is None else 1e-4,
         logging_steps=1,
@@ -287,7 +294,7 @@ def trained(agent: Agent, agents: Path, steps: int, folder: str, name: str | Non
     model = policy_of(tokenizer, agent.says) if name is None else name
     lora = None if name is None else LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     made = {"processing_class": tokenizer, "environments": [entry], "peft_config": lora}
-    trainer = Recorder(model, None, args, rows, **made)
+    trainer = Recorder(model, None if name is None else called, args, rows, **made)
     trainer.train()
     return trainer
 
