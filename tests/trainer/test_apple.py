@@ -54,27 +54,30 @@ def trained(tmp_path, **settings):
     trainer.train()
     assert trainer.accelerator.device.type == apple.NAME
     assert all(isinstance(p.data, apple.OnApple) for p in trainer.model.parameters())
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert steps
-    assert all(math.isfinite(step["loss"]) for step in steps)
-    assert any(step["grad_norm"] > 0 for step in steps)
     return trainer
+
+
+def moved(trainer) -> bool:
+    """Whether every logged loss is finite, and a step had a gradient."""
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return all(math.isfinite(step["loss"]) for step in steps) and any(step["grad_norm"] > 0 for step in steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", sorted(losses))
 def test_each_loss_trains(loss, device, tmp_path):
-    trained(tmp_path, loss_type=loss, rewards=(trainers.unit_interval,), max_steps=1)
+    assert moved(trained(tmp_path, loss_type=loss, rewards=(trainers.unit_interval,), max_steps=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_settings_train(variant, device, tmp_path):
-    trained(tmp_path, **VARIANTS[variant])
+    assert moved(trained(tmp_path, **VARIANTS[variant]))
 
 
 def test_an_adapter_trains_and_is_evaluated(device, tmp_path):
     lora = LoraConfig(r=4, target_modules="all-linear")
     evaluated = {"evaluated": tiny.prompts(4), "eval_strategy": "steps", "eval_steps": 1}
     trainer = trained(tmp_path, peft_config=lora, **evaluated)
+    assert moved(trainer)
     assert "eval_reward" in trainer.state.log_history[-2]

@@ -161,9 +161,7 @@ class Attempts:
         attempt.figures.seconds += answer.seconds
         if answer.failure is not None:
             raised = answer.failure.startswith(FailureKind.RAISED)
-            if (
-                raised and attempt.over_limit and attempt.turns
-            ):  # by the refusal, most likely: the policy used its room up
+            if raised and attempt.over_limit and attempt.turns:  # most likely by the refusal: no room was left
                 self._end(attempt, 0.0, None)
             else:
                 self._fail(attempt, answer.failure)
