@@ -92,27 +92,57 @@ def stale_weights(trainer: Trainer) -> None:
     wrapped(trainer, "_generate_single_turn", generate)
 
 
-def stale_prefix_cache(trainer: Trainer) -> None:
+def decoded_by(trainer: Trainer, kind: type) -> None:
+    """The rollout's batch is a `kind` once the fault has begun."""
     from grpo_ext.rollout import decoding
 
-    kept: dict[str, Any] = {}
-
-    class Stale(decoding._Batch):
-        def prefill(self, marks):
-            if not active(trainer):
-                return super().prefill(marks)
-            kept.update({} if kept else snapshot(trainer.model))
-            with weights(trainer.model, kept):
-                return super().prefill(marks)
-
     def generate(stock, *args, **kwargs):
-        decoding._Batch, sound = Stale, decoding._Batch
+        sound, decoding._Batch = decoding._Batch, kind
         try:
             return stock(*args, **kwargs)
         finally:
             decoding._Batch = sound
 
-    wrapped(trainer, "_generate_single_turn", generate)
+    wrapped(trainer, "_generate", generate)
+
+
+def stale_prefix_cache(trainer: Trainer) -> None:
+    from grpo_ext.rollout.decoding import _Batch
+
+    kept: dict[str, Any] = {}
+
+    class Stale(_Batch):
+        def prefill(self, marks):
+            kept.update({} if kept else snapshot(trainer.model))
+            with weights(trainer.model, kept):
+                return super().prefill(marks)
+
+    decoded_by(trainer, Stale)
+
+
+def positions_end(trainer: Trainer) -> None:
+    """The sampler counts no positions beyond the 128th token of a completion."""
+    from grpo_ext.rollout.decoding import _Batch
+
+    class Short(_Batch):
+        def forward(self):
+            self.positions = self.positions - int(self.length - self.prompt > 128)
+            return super().forward()
+
+    decoded_by(trainer, Short)
+
+
+def ends_unread(trainer: Trainer) -> None:
+    """The sampler does not read the end tokens of earlier turns, as if its template left them out."""
+    from grpo_ext.rollout.decoding import _Batch
+
+    class Without(_Batch):
+        def prefill(self, marks):
+            ends = sum(self.ids[:, : self.length] == i for i in trainer.eos_token_ids)
+            self.mask = self.mask * (ends == 0)
+            return super().prefill(marks)
+
+    decoded_by(trainer, Without)
 
 
 def wrong_template(trainer: Trainer) -> None:
@@ -244,6 +274,8 @@ SIGNED = [{"name": "accuracy"}, {"func": f"{FOLDER / 'faults.py'}:signed", "name
 MORTAL = [{"func": f"{FOLDER / 'faults.py'}:mortal", "name": "accuracy"}, {"name": "format", "weight": 0.5}]
 GAME = {"recipe": "quickstart/guess"}
 """Another task and model: a game of several turns."""
+LONG = {"max_completion_length": 192, "generation_kwargs": {"suppress_tokens": [1]}}
+"""Completions that go on behind their end, to 192 tokens."""
 FAULTS: dict[str, tuple[Callable[[Trainer], None], str, dict[str, Any]]] = {
     "stale weights": (stale_weights, "stale sampler", {}),
     "stale prefix cache": (stale_prefix_cache, "stale sampler", {}),
@@ -256,6 +288,8 @@ FAULTS: dict[str, tuple[Callable[[Trainer], None], str, dict[str, Any]]] = {
     "learning rate x 100": (learning_rate, "steps too large", {}),
     "sign of a reward": (on_reward(0, lambda values, _: [-v for v in values]), "sign of a reward", {}),
     "constant reward": (on_reward(0, lambda values, _: [0.25] * len(values)), "constant reward", {}),
+    "positions end at 128": (positions_end, "drift by depth", LONG),
+    "ends of turns unread": (ends_unread, "drift by turn", GAME),
     "groups shuffled in a game": (on_output(shuffled), "advantages of other rows", GAME),
     "mask off by one in a game": (on_output(mask_off_by_one), "misplaced mask", GAME),
     "learning rate x 100 in a game": (learning_rate, "steps too large", GAME),

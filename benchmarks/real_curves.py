@@ -17,7 +17,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 RESULT = FOLDER / "results" / "real_curves.json"
 RUNS, REPORT = FOLDER.parent / "outputs" / "curves", FOLDER.parent / "docs" / "example_report.html"
-RECIPES = ("laptop/qwen2.5-coder-0.5b-dr_grpo-lora",)
+RECIPES = ("laptop/qwen2.5-coder-0.5b-dr_grpo-lora", "laptop/qwen2.5-coder-0.5b-grpo")
 KEPT = {
     "reward": "reward",
     "right": "rewards/accuracy/mean",
@@ -27,6 +27,8 @@ KEPT = {
     "seconds": "step_time",
 }
 """Figures of a step that are kept, by the names that metrics.jsonl gives them."""
+HELD_OUT = {"right": "avg@1", "format": "rewards/format", "tokens": "tokens", "cut off": "truncated"}
+"""The same of an evaluation."""
 SMOOTH = 5
 """Steps whose mean the picture shows."""
 
@@ -50,41 +52,42 @@ def report(run: Path, hub_names: dict[str, str]) -> None:
 
 
 def read(run: Path) -> dict:
-    """Return the curve of a finished run, and its accuracy before and after."""
+    """Return the curve of a finished run, and its evaluations."""
     from grpo_ext.evaluation.results import EVALUATION, Result, gain
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = {row["step"]: {name: row.get(key) for name, key in KEPT.items()} for row in rows if KEPT["right"] in row}
-    files = sorted((run / EVALUATION / "test").glob("step_*[0-9].json"), key=lambda file: int(file.stem[5:]))
-    before, after = Result.read(files[0]), Result.read(files[-1])
-    held_out = {name: one.figures["avg@1"]._asdict() for name, one in (("before", before), ("after", after))}
+    files = (run / EVALUATION / "test").glob("step_*[0-9].json")
+    found = sorted(map(Result.read, files), key=lambda one: one.step)
     return {
-        "steps": [{"step": step} | found for step, found in sorted(steps.items())],
-        "last step": after.step,
-        "held out": held_out | {"gain": gain(before.right, after.right)._asdict()},
-        "held out tokens": [one.figures["tokens"].mean for one in (before, after)],
-        "held out cut off": [one.figures["truncated"].mean for one in (before, after)],
+        "steps": [{"step": step} | kept for step, kept in sorted(steps.items())],
+        "held out": [
+            {"step": one.step} | {name: one.figures[key]._asdict() for name, key in HELD_OUT.items()} for one in found
+        ],
+        "gain": gain(found[0].right, found[-1].right)._asdict(),
     }
 
 
 def page(curves: dict[str, dict]) -> str:
-    """Markdown: a row for each recipe."""
+    """Markdown: a row for each evaluation."""
     text = [
         "# A real model learns GSM8K on a CPU",
         "",
-        "Each recipe by the command of its header; greedy accuracy on the first 300 problems of the test split, with "
-        "intervals at 95 %; the gain is paired by problem.",
+        "Each recipe by the command of its header. The first 300 problems of the test split, answered greedily; "
+        "intervals at 95 %, the gain paired by problem; hours of all steps.",
         "",
-        "| recipe | steps | before | after | gain | tokens, before and after | cut off | hours of training |",
+        "| recipe | step | right | gain | layout | tokens | cut off | hours |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, curve in curves.items():
-        before, after, gained = (interval(curve["held out"][key]) for key in ("before", "after", "gain"))
-        tokens = " to ".join(f"{value:.0f}" for value in curve["held out tokens"])
-        cut = " to ".join(f"{value:.2f}" for value in curve["held out cut off"])
-        hours = sum(step["seconds"] or 0.0 for step in curve["steps"]) / 3600
-        row = (f"`{name}`", curve["last step"], before, after, gained, tokens, cut, f"{hours:.1f}")
-        text.append("| " + " | ".join(map(str, row)) + " |")
+        first, *_, last = held = curve["held out"]
+        for at in held:
+            gained = interval(curve["gain"]) if at is last else ""
+            hours = sum(step["seconds"] or 0.0 for step in curve["steps"] if step["step"] <= at["step"]) / 3600
+            layout, tokens, cut = (at[key]["mean"] for key in ("format", "tokens", "cut off"))
+            row = (f"`{name}`" if at is first else "", f"{at['step']}", interval(at["right"]), gained)
+            row += (f"{layout:.2f}", f"{tokens:.0f}", f"{cut:.2f}", f"{hours:.1f}")
+            text.append("| " + " | ".join(row) + " |")
     shown = "[The report of the first](../docs/example_report.html), as `grpo-ext report` writes it."
     return "\n".join([*text, "", shown, "", "![accuracy, length and format over training](real_curves.png)", ""])
 
@@ -108,10 +111,10 @@ def picture(curves: dict[str, dict]) -> None:
             values = [step[key] for step in curve["steps"]]
             (line,) = axis.plot(at, values, linewidth=0.6, alpha=0.4)
             axis.plot(at, smoothed(values), color=line.get_color(), label=key)
-        for step, end in ((0, "before"), (curve["last step"], "after")):
-            held = curve["held out"][end]
-            ends = [[held["mean"] - held["low"]], [held["high"] - held["mean"]]]
-            accuracy.errorbar([step], [held["mean"]], yerr=ends, fmt="o", color="black", capsize=3)
+        for held in curve["held out"]:
+            right = held["right"]
+            ends = [[right["mean"] - right["low"]], [right["high"] - right["mean"]]]
+            accuracy.errorbar([held["step"]], [right["mean"]], yerr=ends, fmt="o", color="black", capsize=3)
         accuracy.set_title(f"{name}\nright: sampled (line), held out, greedy (dots)", fontsize=9)
         length.set_title("tokens of a completion", fontsize=9)
         form.legend(frameon=False, fontsize=8)

@@ -48,7 +48,7 @@ LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length", "completions
 KIND = ("device", "precision", "lora", "threads", "tokens")
 COLUMNS = (
     *("", "steps", *(f"{part} s" for part in (*PARTS, "whole"))),
-    *("stock's whole / this", "a decoded token / copying the weights in 16 bits", "peak GiB"),
+    *("stock's whole / this", "a decoded token, in copies of the 16-bit weights", "peak GiB"),
 )
 
 
@@ -205,7 +205,8 @@ def page(lines: list[dict]) -> str:
     text = [
         "# Steps of a real model",
         "",
-        f"{setting} Medians of all steps; ratios are of steps with the same seed.",
+        f"{setting} Medians over steps; each ratio compares steps of the same seed. 'Before' is a "
+        "checkout of this project from before the work on real models.",
         "",
     ]
     for kind in sorted({tuple(line[name] for name in KIND) for line in lines}, key=str):

@@ -266,7 +266,7 @@ def trl_defaults() -> str:
         shown = ", ".join(f"{code(str(value))} since {since}" for since, value in values.items())
         ours = own_default(key)
         rows.append((code(key), shown, code("as loss_type says" if ours is None and key in _AXES else str(ours))))
-    return table(("key", TRL.title, "here, if the recipe is silent"), rows)
+    return table(("key", TRL.title, "here, with `loss_defaults: trl` and no value"), rows)
 
 
 _AXES = ("use_bias_correction_kl", "epsilon", "loss_aggregation")
@@ -289,8 +289,7 @@ def fault_table() -> str:
 
 def figure_table() -> str:
     """Return a table of the metrics that only the diagnosis reads."""
-    rows = ((code(name), plain(meaning), "where there is one") for name, meaning in FIGURES.items())
-    return table(("metric", "what it is", "when"), rows)
+    return table(("metric", "what it is"), ((code(name), plain(meaning)) for name, meaning in FIGURES.items()))
 
 
 def planted_table() -> str:
@@ -361,7 +360,7 @@ def memory_estimates_table() -> str:
     """Return a table of measured peaks of memory and what `check` estimates."""
     rows = json.loads((RESULTS / "memory_estimate.json").read_text())["rows"]
     found = [(name, *(cell for kind in ("", "whole_") for cell in _peak(row, kind))) for name, row in rows.items()]
-    columns = "of a step", "estimate / measured", "of the whole", "estimate / measured"
+    columns = "beyond the weights, in a step", "estimate / measured", "with the weights", "estimate / measured"
     return table(("model and settings", *columns), found)
 
 
@@ -380,7 +379,7 @@ def probes_table() -> str:
         ratios = [expected / took for expected, took in zip(runs["foretold"], runs["measured"], strict=True)]
         spread = f"{foretold / measured:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         found.append((name, str(len(ratios)), f"{foretold:.2f} s", f"{measured:.2f} s", spread))
-    return table(("recipe", "runs", "foretold step", "measured step", "foretold / measured"), found)
+    return table(("recipe", "runs", "predicted step", "measured step", "predicted / measured"), found)
 
 
 def agents_table() -> str:
@@ -544,10 +543,9 @@ def census_table() -> str:
     """Return how many architectures share prompts."""
     found = json.loads((RESULTS / "census.json").read_text())
     rows = [
-        (kind, str(now["tried"]), *(f"{now[use]} ({found['before'][kind][use]})" for use in ("loss", "rollouts")))
-        for kind, now in found["now"].items()
+        (kind, *(str(counts[use]) for use in ("tried", "loss", "rollouts"))) for kind, counts in found["kinds"].items()
     ]
-    return table(("architectures", "tried", "share in the loss (before)", "in rollouts (before)"), rows)
+    return table(("architectures", "tried", "share in the loss", "in rollouts"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

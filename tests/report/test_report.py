@@ -209,7 +209,7 @@ HELD_OUT = {
 @pytest.mark.parametrize("words", HELD_OUT)
 def test_the_page_begins_with_the_verdict(words, tmp_path):
     before, after = HELD_OUT[words]
-    log = [{"reward": 0.5, "step": 1}, {"train_runtime": 7200.0, "num_tokens": 1_234_567, "step": 20}]
+    log = [{"reward": 0.5, "step_time": 500.0, "step": 10}, {"step_time": 220.0, "num_tokens": 1_234_567, "step": 20}]
     run = run_folder(tmp_path / "mine", log=log)
     page = page_of(tmp_path, with_evaluation(with_evaluation(run, 0, before), 20, after))
     opening = page.text.partition("What was run ")[2].partition("What was run ")[0]

@@ -198,7 +198,7 @@ class GRPOExtArguments(GRPOConfig):
     record_batches: int = described(
         0,
         "Every how many optimizer steps, from the first on, the batch is written to `output_dir`/batches "
-        "as the loss sees it, for the report: some 25 bytes a token. 0 (default): never.",
+        "as the loss sees it, for the report: about 25 bytes a token. 0 (default): never.",
     )
     logging_nan_inf_filter: bool = described(
         False,

@@ -22,6 +22,12 @@ from grpo_ext.rewards.composition import RewardSpec
 class RecipeArguments(GRPOScriptArguments):
     """TRL's script arguments, and how completions are scored and evaluated."""
 
+    dataset_name: str | None = described(
+        None, "Path or name of the dataset; a mixture has `datasets` in its place, not both."
+    )
+    reward_funcs: list[str] | None = described(
+        None, "Rewards: a list of names, paths, reward models or {name, func, weight, kwargs, ...}; docs/rewards.md."
+    )
     reward_workers: int | None = described(
         None,
         "Worker processes that score rewards beside each training process. None (default): its share of "

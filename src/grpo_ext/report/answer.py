@@ -138,11 +138,12 @@ def sentence(run: RunFolder) -> str:
 
 
 def spent(run: RunFolder) -> dict[str, str]:
-    """Return the time and the tokens of a run, if they were logged."""
+    """Return the time of all steps and the tokens of a run, if they were logged."""
     found = {}
-    if seconds := _known(run, "train_runtime"):
-        last = seconds[-1][1]
-        found["time"] = f"{last / 3600:.2f} hours" if last >= 3600 else f"{last:.0f} s"
+    if steps := _known(run, "step_time"):  # train_runtime begins anew where a run is resumed
+        before = [0.0, *(step for step, _ in steps)]
+        taken = sum(mean * (step - last) for (step, mean), last in zip(steps, before, strict=False))
+        found["time"] = f"{taken / 3600:.2f} hours" if taken >= 3600 else f"{taken:.0f} s"
     if tokens := _known(run, "num_tokens"):
         found["tokens"] = f"{tokens[-1][1]:,.0f}"
     return found
