@@ -102,6 +102,10 @@ def test_marks():
         ("boxed", r"so \boxed{}", 0.0),
         ("boxed", r"so \boxed{42", 0.0),
         ("boxed", "so 42", 0.0),
+        ("boxed", r"so \boxed{40} and then \boxed{42}", 1.0),
+        ("boxed", r"so \boxed{\boxed{42}}", 0.0),
+        ("boxed", r"\boxed{40 \boxed{42}", 0.0),  # what a policy came to write that was paid for it
+        ("boxed", r"\boxed{42}. \boxed{\boxed{", 0.0),
     ],
 )
 def test_format_by_hand(style, text, expected):

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 Completion: TypeAlias = str | Sequence[Mapping[str, Any]]
@@ -16,7 +17,8 @@ END_TOKEN = re.compile(
     r"|<(?:eos|EOS|pad|PAD|end_of_turn|turn\|)>|\[(?:EOS|PAD)\]"
 )
 """A special token that ends a turn, as <|im_end|>, in text that was saved with it."""
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(rf"{_BOX.pattern}|\\[{{}}]|[{{}}]")
 
 
 def completion_text(completion: Completion) -> str:
@@ -91,3 +93,10 @@ def boxes(text: str) -> list[tuple[int, int]]:
         elif token[0][-1] == "{" and token[0] != "\\{":
             opened.append(token.end() if len(token[0]) > 1 else None)
     return sorted(found)
+
+
+def boxes_are_whole(text: str) -> bool:
+    r"""Return whether every \boxed{...} is closed, and none is in another."""
+    spans = boxes(text)
+    apart = all(end < start for (_, end), (start, _) in pairwise(spans))
+    return apart and len(spans) == len(_BOX.findall(text))

@@ -34,6 +34,7 @@ from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.packing.together import entered_alike, failing_alike
 from grpo_ext.rollout.collected import Collected, Generated
+from grpo_ext.rollout.heap import give_back
 from grpo_ext.rollout.seeing import Tokenized
 from grpo_ext.rollout.trajectories import completed, parents_of
 from grpo_ext.rollout.vllm.drift import DriftCheck
@@ -308,6 +309,7 @@ class GRPOExtTrainer(Lifecycle):
         if policy is not None:  # behind the advantages, whose baselines are of all completions, also of rejected ones
             batch |= self._correction(batch, policy, mode)
         log_generation(self, collected, advantages)
+        give_back()
         return batch
 
     def _padded(self, collected: Collected) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.library.math_judgement import OUT_OF_TIME, judge
 from grpo_ext.rewards.library.math_marks import PLACES
 from grpo_ext.rewards.protocol import OptionError, rewards
-from grpo_ext.rewards.text import TAGS, Completion, boxed, completion_text
+from grpo_ext.rewards.text import TAGS, Completion, boxed, boxes_are_whole, completion_text
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ def matches_format(text: str, style: str) -> bool:
 
     think_answer: `<think>\n...\n</think>\n<answer>\n...\n</answer>`, one blank line allowed before `<answer>`.
     think_answer_inline: the same with any white space, or none, around the tags. think: `<think>...</think>`, then an
-    answer. answer: any text, then `<answer>...</answer>` at the end. boxed: the last
-    \boxed{...} anywhere in the text is not empty.
+    answer. answer: any text, then `<answer>...</answer>` at the end. boxed: every \boxed{...} of the text is closed
+    and none is in another, and the last is filled.
 
     Raises:
         ValueError: unknown style.
     """
     if style == "boxed":
-        return bool(boxed(text))
+        return bool(boxed(text)) and boxes_are_whole(text)
     if style not in FORMAT_STYLES:
         raise OptionError("style", style, "not a format", did_you_mean(str(style), FORMAT_STYLES))
     tags = {"think": TAGS[:2], "answer": TAGS[2:]}.get(style, TAGS)
