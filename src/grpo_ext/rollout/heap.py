@@ -28,7 +28,7 @@ class _Statistics(ctypes.Structure):
 @cache
 def _glibc() -> Any:
     """Return glibc from 2.33 on, else None."""
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "mallinfo2"):
         return None
     library.mallinfo2.restype = _Statistics
