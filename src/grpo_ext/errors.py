@@ -76,9 +76,8 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         lines = [f"  - {p}" for p in self.problems[:_MOST]]
-        shown = [line for line, ends in zip(lines, accumulate(map(len, lines)), strict=True) if ends <= _ALL] or lines[
-            :1
-        ]
+        fitting = [line for line, ends in zip(lines, accumulate(map(len, lines)), strict=True) if ends <= _ALL]
+        shown = fitting or lines[:1]
         rest = [f"  and {len(self.problems) - len(shown):,} more."][: len(self.problems) - len(shown)]
         super().__init__("\n".join([f"{count} in the configuration:", *shown, *rest]))
 
@@ -95,9 +94,7 @@ class DataError(ValueError):
         self.problems = list(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
-    def __reduce__(self) -> tuple[type, tuple[list[Problem]]]:
-        """Keep the problems in a copy, and on the way to another process."""
-        return type(self), (self.problems,)
+    __reduce__ = ConfigError.__reduce__
 
 
 class RewardError(RuntimeError):

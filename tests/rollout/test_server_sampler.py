@@ -14,9 +14,9 @@ from grpo_ext.packing.kept import decoded
 from grpo_ext.rollout.vllm import client as client_module
 from grpo_ext.rollout.vllm import sampler as sampler_module
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread
-from grpo_ext.rollout.vllm.host_copy import HostCopy
 from grpo_ext.rollout.vllm.repairs import Repairs
 from grpo_ext.rollout.vllm.sampler import ServerSampler
+from grpo_ext.rollout.vllm.weights import HostCopy
 
 SECONDS = 20
 """More than any wait of these tests takes."""

@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
         print_sections(plan(recipe, look))
         if options.probe:
             probe.check_possible(launch, recipe)
-            print_sections({"Probe": probe.probe(recipe, _estimate(recipe, look))})
+            known = {} if look.policy.unknown else of_recipe(recipe, look.policy, look.longest_prompt)
+            print_sections({"Probe": probe.probe(recipe, sum(known.values()) if known else None)})
         return _check_server(recipe)
 
 
@@ -146,11 +147,6 @@ def _batch(recipe: Recipe, rows: int | None) -> Section:
         ("optimizer steps", steps),
         *([("rollout_ahead", described(c))] if c.rollout_ahead else []),
     ]
-
-
-def _estimate(recipe: Recipe, look: Look) -> int | None:
-    """Return the bytes of a training process by the estimate; None for a policy that is not known."""
-    return None if look.policy.unknown else sum(of_recipe(recipe, look.policy, look.longest_prompt).values())
 
 
 def _memory(recipe: Recipe, look: Look) -> Section:

@@ -24,7 +24,7 @@ from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.protocol import ENVIRONMENT
+from grpo_ext.rewards.protocol import ENVIRONMENT, deciding_reward
 from grpo_ext.rollout.seeds import Source, numbered
 from grpo_ext.train import build_trainer
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
 def _pass_reward(given: str | None, recipe: Recipe) -> str:
     """Return the name of the reward that decides whether a completion passes."""
     names = [*(spec.name for spec in recipe.rewards), *([ENVIRONMENT] if any_pays(recipe.environments) else [])]
-    by = given or ("accuracy" if "accuracy" in names else next(iter(names), "accuracy"))
+    by = given or deciding_reward(names or ["accuracy"])
     if by not in names:
         raise ConfigError([Problem("--pass_by", by, "no reward has this name", did_you_mean(by, names))])
     return by

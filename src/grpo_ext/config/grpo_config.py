@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -141,14 +141,9 @@ class GRPOExtConfig(GRPOExtArguments):
                 cure = f"Write --{name} '{{\"option\": value}}'."
                 yield Problem(name, text, f"not JSON ({error})", cure)
 
-    @contextmanager
-    def _hardware_set_aside(self) -> Iterator[None]:
+    def _hardware_set_aside(self) -> AbstractContextManager[None]:
         """While a launch is only planned, keep transformers from checking this machine for its GPU."""
         if self.bf16 is None:  # as TRL does
             self.bf16 = not self.fp16
-        asked = {name: getattr(self, name) for name in OF_THE_GPU if planning() and not self.use_cpu}
-        for name in asked:
-            setattr(self, name, None if name == "tf32" else False)
-        yield
-        for name, value in asked.items():
-            setattr(self, name, value)
+        asked = OF_THE_GPU if planning() and not self.use_cpu else ()
+        return temporarily(self, **{name: None if name == "tf32" else False for name in asked})

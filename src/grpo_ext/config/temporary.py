@@ -1,7 +1,7 @@
 """Set attributes for the length of a `with` block."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 
 @contextmanager
@@ -18,3 +18,12 @@ def temporarily(target: object, **values: object) -> Iterator[None]:
                 setattr(target, name, before[name])
             else:
                 delattr(target, name)
+
+
+@contextmanager
+def each_temporarily(places: Iterable[tuple[object, str, object]]) -> Iterator[None]:
+    """Set attributes of several objects, each (object, name, value), and restore their former values at the end."""
+    with ExitStack() as changed:
+        for target, name, value in places:
+            changed.enter_context(temporarily(target, **{name: value}))
+        yield

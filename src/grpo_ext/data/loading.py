@@ -68,15 +68,15 @@ def load_datasets(
         train, test = _load_procedural(dataset_name, config, eval_wanted)
     else:
         load = partial(load_split, dataset_name, config, dataset_config, streaming)
-        with _collecting(found):
+        with collecting(found):
             train = load(train_split)
-        with _collecting(found):
+        with collecting(found):
             test = load(test_split, optional=True) if eval_wanted else None
     if eval_wanted and test is None and (config.test_size is None or test_split != "test") and not found:
         found.append(_no_test_split(dataset_name, train_split, test_split, config.test_size is not None))
     prepared: list[AnyDataset] = []
     for split in (train, test):
-        with _collecting(found):
+        with collecting(found):
             prepared += [] if split is None else [prepare_split(split, config, tokenizer, template_kwargs)]
     if found:
         raise DataError(found)
@@ -104,7 +104,7 @@ def _no_test_split(name: str, train_split: str, test_split: str, has_test_size: 
 
 
 @contextmanager
-def _collecting(found: list[Problem]) -> Iterator[None]:
+def collecting(found: list[Problem]) -> Iterator[None]:
     """Continue after a `DataError`, so that all problems are reported at once."""
     try:
         yield

@@ -16,7 +16,7 @@ from grpo_ext.config.spec import Spec
 from grpo_ext.data import files as local_files
 from grpo_ext.data.config import DataConfig, is_size
 from grpo_ext.data.held_out import hold_out
-from grpo_ext.data.loading import call_loader, load_files, load_split
+from grpo_ext.data.loading import call_loader, collecting, load_files, load_split
 from grpo_ext.data.prepare import AnyDataset
 from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, unusable, with_system_prompt
 from grpo_ext.errors import ABSENT, DataError, Problem
@@ -104,10 +104,8 @@ def load_mixture(
     check_mixture(mixture, config)
     parts, found = [], list[Problem]()
     for number, entry in enumerate(mixture.datasets):
-        try:
+        with collecting(found):
             parts.append(_load_entry(number, entry, config, mixture.streaming))
-        except DataError as error:
-            found += error.problems
     parts = _with_one_name(parts, config)
     if found := found or list(_differences(mixture.datasets, parts, config)):
         raise DataError(found)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,16 +42,14 @@ class HasEngine(Protocol):
 def evaluating(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
     """Evaluate and sample by the settings of a set inside the context; restore the trainer's state after it."""
     training, model = trainer.model.training, trainer.model_wrapped
-    metrics, group = dict(trainer._metrics["eval"]), trainer.num_generations_eval
+    metrics, group = dict(trainer._metrics["eval"]), temporarily(trainer, num_generations_eval=chosen.samples)
     model.eval()
-    trainer.num_generations_eval = chosen.samples
     try:
         settings = _vllm(trainer, chosen) if trainer.use_vllm else _transformers(trainer, chosen)
-        with random_streams_kept(), trainer.collector.paused(), settings:
+        with group, random_streams_kept(), trainer.collector.paused(), settings:
             yield
     finally:
         model.train(training)
-        trainer.num_generations_eval = group
         trainer._metrics["eval"].clear()
         trainer._metrics["eval"].update(metrics)
 
@@ -68,30 +66,24 @@ def seeded(trainer: HasEngine, chunk: int, attempts: Sequence[AttemptId]) -> Ite
         yield
 
 
-@contextmanager
-def _transformers(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
-    config, given = trainer.generation_config, trainer.generation_kwargs
-    kwargs = {**given, "do_sample": chosen.temperature > 0, "max_new_tokens": length_of(trainer, chosen)}
+def _transformers(trainer: HasEngine, chosen: EvalSet) -> AbstractContextManager[None]:
+    kwargs = {**trainer.generation_kwargs, "do_sample": chosen.temperature > 0}
+    kwargs["max_new_tokens"] = length_of(trainer, chosen)
     for name in ("temperature", "top_p", "top_k", "min_p"):
         kwargs[name] = getattr(chosen, name) if kwargs["do_sample"] else None
-    trainer.generation_config, trainer.generation_kwargs = GenerationConfig(**kwargs, disable_compile=True), kwargs
-    try:
-        yield
-    finally:
-        trainer.generation_config, trainer.generation_kwargs = config, given
+    config = GenerationConfig(**kwargs, disable_compile=True)
+    return temporarily(trainer, generation_config=config, generation_kwargs=kwargs)
 
 
-@contextmanager
-def _vllm(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
-    settings = {
-        "temperature": chosen.temperature,
-        "top_p": chosen.top_p,
-        "top_k": chosen.top_k or -1,
-        "min_p": chosen.min_p,
-        "max_completion_length": length_of(trainer, chosen),
-    }
-    with temporarily(trainer.vllm_generation, **settings):
-        yield
+def _vllm(trainer: HasEngine, chosen: EvalSet) -> AbstractContextManager[None]:
+    return temporarily(
+        trainer.vllm_generation,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k or -1,
+        min_p=chosen.min_p,
+        max_completion_length=length_of(trainer, chosen),
+    )
 
 
 def length_of(trainer: HasEngine, chosen: EvalSet) -> int:

@@ -205,16 +205,8 @@ def vespo(
     log S is the sum of the token log-ratios kept in [ln 1e-8, 20], the sampler's correction included.
     VESPO, arXiv:2602.10693.
     """
-    phi = vespo_weight(
-        log_ratio,
-        advantages,
-        mask,
-        importance_sampling_ratio,
-        k_pos=k_pos,
-        lambda_pos=lambda_pos,
-        k_neg=k_neg,
-        lambda_neg=lambda_neg,
-    )
+    options = {"k_pos": k_pos, "lambda_pos": lambda_pos, "k_neg": k_neg, "lambda_neg": lambda_neg}
+    phi = vespo_weight(log_ratio, advantages, mask, importance_sampling_ratio, **options)
     return -phi * advantages * per_token_logps
 
 

@@ -4,8 +4,7 @@ Registered with transformers as "grpo_ext_shared_prefix". The segments travel in
 (`LAYOUT`), so that gradient checkpointing sees the same layout when it recomputes a layer.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from grpo_ext.config.temporary import each_temporarily
 from grpo_ext.packing.flash import FlashAttention, flash_is_exact
 from grpo_ext.packing.kernels import by_sdpa
 from grpo_ext.packing.merged import MergedAttention, calls_of
@@ -76,17 +76,9 @@ def attention(
 # The config selects the attention during a forward; a layer that is recomputed in the backward selects it itself.
 
 
-@contextmanager
-def selected(model: nn.Module) -> Iterator[None]:
+def selected(model: nn.Module) -> AbstractContextManager[None]:
     """Run `model`'s attention through this module for a `with` block."""
-    before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
-    try:
-        for config, _ in before:
-            config._attn_implementation_internal = NAME
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+    return each_temporarily((config, "_attn_implementation_internal", NAME) for config in configs_of(model))
 
 
 def _follow(module: nn.Module) -> None:

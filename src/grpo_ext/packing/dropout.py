@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from grpo_ext.config.temporary import each_temporarily
+
 Rates = list[tuple[Any, str, float]]
 """The object that holds a rate, the rate's name there, and the rate."""
 
@@ -60,10 +62,5 @@ def _read_later(kind: type[nn.Module]) -> frozenset[str]:
 
 def _save(model: PreTrainedModel, rates: Rates, *args: Any, **kwargs: Any) -> None:
     """Call `model.save_pretrained` with these rates in the config."""
-    for config, name, rate in rates:
-        setattr(config, name, rate)
-    try:
+    with each_temporarily(rates):
         type(model).save_pretrained(model, *args, **kwargs)
-    finally:
-        for config, name, _ in rates:
-            setattr(config, name, 0.0)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from grpo_ext.packing.attention import INSTEAD, LAYOUT, selected
@@ -79,23 +80,17 @@ def _shared(
         yield
 
 
-@contextmanager
-def positions_moved(base: PreTrainedModel, by: int) -> Iterator[None]:
+def positions_moved(base: PreTrainedModel, by: int) -> RemovableHandle:
     """Shift the positions of plain forwards by `by`: only rounding changes where positions are relative."""
 
     def moved(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ids = args[0] if args else kwargs["input_ids"]
         return args, kwargs | {"position_ids": torch.arange(by, by + ids.shape[1], device=ids.device)[None]}
 
-    handle = base.base_model.register_forward_pre_hook(moved, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return base.base_model.register_forward_pre_hook(moved, with_kwargs=True)
 
 
-@contextmanager
-def rounded_differently(base: PreTrainedModel, seed: int) -> Iterator[None]:
+def rounded_differently(base: PreTrainedModel, seed: int) -> RemovableHandle:
     """Change the embeddings of tokens by at most their last digit, at random."""
 
     def changed(module: nn.Module, args: object, found: Tensor) -> Tensor:
@@ -104,8 +99,4 @@ def rounded_differently(base: PreTrainedModel, seed: int) -> Iterator[None]:
         share = torch.rand(found.shape, generator=torch.Generator().manual_seed(seed)).to(found.device)
         return (found * (1 + torch.finfo(dtype).eps * (2 * share - 1))).to(found.dtype)
 
-    handle = base.get_input_embeddings().register_forward_hook(changed)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return base.get_input_embeddings().register_forward_hook(changed)

@@ -8,7 +8,7 @@ gradients flow back through it. So a prompt is computed once, and no segment see
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -170,18 +170,15 @@ def carried(model: nn.Module) -> Iterator[None]:
     Raises:
         ForeignAttention: a layer is called without segments.
     """
-    handles = []
-    for parent in model.modules():
-        layers = _recurrent_children(parent)
-        if layers and _split not in parent._forward_pre_hooks.values():
-            parent.register_forward_pre_hook(_split, with_kwargs=True)
-            parent.register_forward_hook(_restore, with_kwargs=True, always_call=True)
-        handles += [layer.register_forward_pre_hook(_must_be_split) for layer in layers]
-    try:
+    with ExitStack() as checked:
+        for parent in model.modules():
+            layers = _recurrent_children(parent)
+            if layers and _split not in parent._forward_pre_hooks.values():
+                parent.register_forward_pre_hook(_split, with_kwargs=True)
+                parent.register_forward_hook(_restore, with_kwargs=True, always_call=True)
+            for layer in layers:
+                checked.enter_context(layer.register_forward_pre_hook(_must_be_split))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _recurrent_children(parent: nn.Module) -> list[nn.Module]:

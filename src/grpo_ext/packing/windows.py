@@ -4,12 +4,13 @@ The window of a layer travels as its attention mask: transformers asks for a mas
 `of_mask` answers with the window, which the model hands to the attention of the layers that have it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from grpo_ext.config.temporary import each_temporarily
 
 NARROW = 4
 """Window of the startup check, whose rows are shorter than the windows of real models."""
@@ -45,19 +46,11 @@ def configs_of(model: nn.Module) -> list[Any]:
     return [*{id(config): config for m in model.modules() if (config := getattr(m, "config", None))}.values()]
 
 
-@contextmanager
-def narrowed(model: nn.Module) -> Iterator[None]:
+def narrowed(model: nn.Module) -> AbstractContextManager[None]:
     """Narrow windows and chunks of `model` to `NARROW` tokens for a `with` block, so that few tokens exceed them."""
-    found = [
-        (holder, name, window)
+    return each_temporarily(
+        (holder, name, NARROW)
         for holder in (*model.modules(), *configs_of(model))
         for name in _SIZES
         if isinstance(window := getattr(holder, name, None), int) and window > NARROW
-    ]
-    try:
-        for holder, name, _ in found:
-            setattr(holder, name, NARROW)
-        yield
-    finally:
-        for holder, name, window in found:
-            setattr(holder, name, window)
+    )

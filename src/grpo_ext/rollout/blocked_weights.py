@@ -4,12 +4,13 @@ oneDNN brings a weight into blocks before each product. At a decoded token, with
 product. The products are the same to the bit.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
+
+from grpo_ext.config.temporary import each_temporarily
 
 WORTH = 32
 """Tokens of a completion from which blocks are made: on one core, making them costs as much time as about 13 save."""
@@ -18,8 +19,7 @@ LARGE = 16**3
 """Numbers of a weight above which torch multiplies by oneDNN whatever the rows: other products round otherwise."""
 
 
-@contextmanager
-def blocked(model: nn.Module, rows: int, tokens: int) -> Iterator[None]:
+def blocked(model: nn.Module, rows: int, tokens: int) -> AbstractContextManager[None]:
     """Multiply by weights in blocks for a `with` statement, in the layers where that is the same product.
 
     Args:
@@ -29,13 +29,7 @@ def blocked(model: nn.Module, rows: int, tokens: int) -> Iterator[None]:
     """
     linear = (module for module in model.modules() if isinstance(module, nn.Linear))
     layers = list(filter(_multiplies, linear)) if tokens >= WORTH and _can_block() else []
-    try:
-        for layer in layers:
-            vars(layer)["forward"] = _Blocked(layer, rows)
-        yield
-    finally:
-        for layer in layers:
-            del vars(layer)["forward"]
+    return each_temporarily((layer, "forward", _Blocked(layer, rows)) for layer in layers)
 
 
 def _can_block() -> bool:

@@ -4,8 +4,7 @@ transformers' sdpa copies keys and values for each query head at each token wher
 the cache with 14 heads over 2. Registered with transformers as "grpo_ext_grouped_queries".
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from grpo_ext.config.temporary import each_temporarily
 
 NAME = "grpo_ext_grouped_queries"
 STOCK = "sdpa"
@@ -42,19 +43,12 @@ def attention(
     return found.flatten(1, 2)[:, None], None
 
 
-@contextmanager
-def selected(model: nn.Module) -> Iterator[None]:
+def selected(model: nn.Module) -> AbstractContextManager[None]:
     """Run the attention of `model`'s layers that share key heads through this module for a `with` block."""
     shared = [module for module in model.modules() if getattr(module, "num_key_value_groups", 1) > 1]
     configs = {id(config): config for module in shared if (config := getattr(module, "config", None)) is not None}
     chosen = [config for config in configs.values() if config._attn_implementation_internal == STOCK]
-    try:
-        for config in chosen:
-            config._attn_implementation_internal = NAME
-        yield
-    finally:
-        for config in chosen:
-            config._attn_implementation_internal = STOCK
+    return each_temporarily((config, "_attn_implementation_internal", NAME) for config in chosen)
 
 
 AttentionInterface.register(NAME, attention)

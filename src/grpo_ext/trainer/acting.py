@@ -30,6 +30,7 @@ from grpo_ext.environments.tools import schemas
 from grpo_ext.objective.trajectory import BRANCHES, Trajectory
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.rollout.transformers_engine import positions_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +38,12 @@ Played = Sequence[tuple[Trajectory, AttemptFigures]]
 """Attempts with what each took."""
 
 
-def limits_of(args: GRPOExtConfig, positions: int | None, ends: frozenset[int]) -> AttemptLimits:
-    """Return the limits of an attempt; `ends` are the tokens that end a turn."""
+def limits_of(trainer: Any) -> AttemptLimits:
+    """Return the limits of an attempt."""
+    args, ends = trainer.args, frozenset(trainer.eos_token_ids)
+    context = positions_of(trainer.accelerator.unwrap_model(trainer.model), args)
     length, counts_all = args.max_completion_length or 0, args.completion_length_counts == "all"
-    return AttemptLimits(completion=length, counts_all=counts_all, context=positions, ends=ends)
+    return AttemptLimits(completion=length, counts_all=counts_all, context=context, ends=ends)
 
 
 def sampling_of(args: GRPOExtConfig) -> dict[str, Any]:

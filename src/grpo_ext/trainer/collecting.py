@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from grpo_ext.config.process_engine import samples_by_server
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.pictures import with_images
 from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.environments.rendering import Renderer
@@ -28,7 +29,7 @@ from grpo_ext.rollout.samplers import PolicySampler, Sampled, Sampler, failing_t
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.seeing import Tokenized, each_alone, images_in
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
-from grpo_ext.rollout.transformers_engine import positions_of, transformers_sampler
+from grpo_ext.rollout.transformers_engine import transformers_sampler
 from grpo_ext.rollout.turn_engines import ServerEngine, WaveEngine
 from grpo_ext.rollout.vllm.lazy_import import server_sampler
 from grpo_ext.trainer import tool_environments
@@ -93,7 +94,7 @@ class Collector:
         made = collected.generated
         assert made is not None
         logs.clear()
-        with self._filling(collected):
+        with temporarily(self, _current=collected):
             given = collected.rows, collected.prompts, made.completions, made.completion_ids
             collected.rewards = self.trainer._calculate_rewards(*given).cpu()
         logs.clear()
@@ -108,21 +109,13 @@ class Collector:
         """
         prompts = tool_environments.begin(self.trainer, rows, [with_images(row) for row in rows])
         ready = None if self.ahead is None else self.ahead.finished(attempts)
-        with self._filling(Collected(rows, attempts, prompts, ready=ready)) as collected:
+        collected = Collected(rows, attempts, prompts, ready=ready)
+        with temporarily(self, _current=collected):  # the hooks fill it
             collected.generated = Generated(*self.trainer._generate(prompts))
         extra = collected.generated.extra
         added = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
         collected.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
         return collected
-
-    @contextmanager
-    def _filling(self, collected: Collected) -> Iterator[Collected]:
-        """Let the hooks fill `collected`."""
-        self._current, before = collected, self._current
-        try:
-            yield collected
-        finally:
-            self._current = before
 
     # What the trainer's hooks do.
 
@@ -239,9 +232,7 @@ class Collector:
         return {"trajectories": [trajectory for trajectory, _ in played]}
 
     def _played(self, acting: Acting, collected: Collected) -> Played:
-        trainer, args = self.trainer, self.trainer.args
-        positions = positions_of(trainer.accelerator.unwrap_model(trainer.model), args)
-        limits = limits_of(args, positions, frozenset(trainer.eos_token_ids))
+        trainer, limits = self.trainer, limits_of(self.trainer)
         renderer = Renderer(trainer._tokenizer, trainer.chat_template_kwargs)
         waiting = partial(trainer._times.during, "environments")
         with failing_together(), self._turns(collected.attempts) as engine:
@@ -280,7 +271,7 @@ class Collector:
         trainer, collected = self.trainer, self._current or Collected(rows)
         collected.scored_ids = completion_ids
         self.rewards.schedule_weights(trainer.reward_weights, trainer.state)
-        with self._filling(collected), trainer._times.during("rewards"):
+        with temporarily(self, _current=collected), trainer._times.during("rewards"):
             rewards = stock(rows, prompts, completions, completion_ids)
         rewards = self.rewards.checked(rewards, collected.errors, prompts, completions)
         if self.acting is not None:

@@ -119,7 +119,7 @@ def _note_zero_advantages(trainer: Any, rewards: Tensor, silent: Tensor, mode: s
 def _reward_kl(trainer: Any, output: dict[str, Any], logps: Tensor | None, mask: Tensor, mode: str) -> Tensor:
     """KL estimate of each token of this process's completions, to lower the rewards by."""
     if logps is None:
-        logps = trainer._policy_logps(output)
+        logps = trainer._logps(trainer.model, output)
     log_ref_ratio = masked(output["ref_per_token_logps"] - logps, mask)
     per_token = trainer.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
     by_row = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)

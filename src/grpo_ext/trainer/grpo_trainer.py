@@ -31,7 +31,7 @@ from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle,
 from grpo_ext.packing.own_forward import count_positions
 from grpo_ext.packing.pieces import TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
-from grpo_ext.packing.scorer import Scorer
+from grpo_ext.packing.scorer import Scorer, in_evaluation
 from grpo_ext.packing.together import entered_alike, failing_alike
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.heap import give_back
@@ -57,9 +57,8 @@ from grpo_ext.trainer.diagnosis.recording import DRAWN, Watching, log_rows
 from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.loss import micro_batch_loss
 from grpo_ext.trainer.loss_terms import Figures
-from grpo_ext.trainer.model_checks import check_pieces
-from grpo_ext.trainer.piecewise import SHARDED
-from grpo_ext.trainer.reference import InitialWeights, compare, evaluating, made_up, moved, scored
+from grpo_ext.trainer.piecewise import SHARDED, check_pieces
+from grpo_ext.trainer.reference import InitialWeights, compare, made_up, moved, scored
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler
@@ -90,8 +89,6 @@ class GRPOExtTrainer(Lifecycle):
 
     _tag_names = ["trl", "grpo", "grpo-ext"]  # noqa: RUF012 (TRL's own declaration)
     _entropy_window_stats: Any
-    num_generations: Any
-    num_generations_eval: Any
     router_aux_loss_coef: Any
     vllm_generation: Any
 
@@ -298,7 +295,7 @@ class GRPOExtTrainer(Lifecycle):
             self.check_reference()
         collected = self.collector.generation(inputs)
         batch = self._padded(collected)
-        policy = self._policy_logps(batch) if self._sampler_corrected else None
+        policy = self._logps(self.model, batch) if self._sampler_corrected else None
         if self.beta:
             batch["ref_per_token_logps"] = self._reference_logps(batch)
         if self._evaluated is not None and collected.rewards is not None:
@@ -344,10 +341,6 @@ class GRPOExtTrainer(Lifecycle):
         if "sampling_per_token_logps" not in batch:  # in evaluations by vLLM
             return {"importance_sampling_ratio": torch.ones_like(policy)}
         return correct_sampler(self.args.sampler_rules, policy, batch, self._metrics[mode], self.accelerator)
-
-    def _policy_logps(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the policy's log-probabilities of a generation."""
-        return self._logps(self.model, batch)
 
     def _reference_logps(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the reference's log-probabilities of a generation."""
@@ -522,5 +515,5 @@ class GRPOExtTrainer(Lifecycle):
         """
         vocabulary = causal_lm(self._unwrapped).config.get_text_config().vocab_size
         ids, dropout = made_up(self._tokenizer, vocabulary, self.accelerator.device), active_dropout(model)
-        with forward_only(self.model, self.args), evaluating(model) if dropout else nullcontext(), failing_alike():
+        with forward_only(self.model, self.args), in_evaluation(model) if dropout else nullcontext(), failing_alike():
             return scored(self._scorer.trl, model, ids)

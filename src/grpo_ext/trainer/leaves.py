@@ -27,7 +27,6 @@ from grpo_ext.rollout.collected import Finished
 from grpo_ext.rollout.samplers import Sampler
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
-from grpo_ext.rollout.transformers_engine import positions_of
 from grpo_ext.rollout.turn_engines import WaveEngine
 from grpo_ext.trainer.acting import Acting, Played, limits_of
 
@@ -183,10 +182,8 @@ def leaves_of(trainer: Any, sampler: Sampler) -> Leaves:
     """Return what completes and scores rows for a trainer."""
     args, play = trainer.args, None
     if trainer.acting is not None:
-        positions = positions_of(trainer.accelerator.unwrap_model(trainer.model), args)
-        limits = limits_of(args, positions, frozenset(trainer.eos_token_ids))
         waits = args.environment_waves == "turn"
-        play = Play(trainer.acting, limits, waits, trainer.chat_template_kwargs)
+        play = Play(trainer.acting, limits_of(trainer), waits, trainer.chat_template_kwargs)
     return Leaves(
         sampler,
         trainer.collector.rewards.scorers,

@@ -290,12 +290,9 @@ class Lifecycle(GRPOTrainer):
             self._name_figures(prefix)
             return output
         self._figures.clear()  # a step that failed may have left some
-        evaluated = self._evaluated = Evaluated(rows)
-        try:
-            with random_streams_kept(), self.collector.paused():
-                output = super().evaluation_loop(dataloader, *args, **kwargs)
-        finally:
-            self._evaluated = None
+        evaluated = Evaluated(rows)
+        with temporarily(self, _evaluated=evaluated), random_streams_kept(), self.collector.paused():
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
         metrics, weights = self._metrics["eval"], self.reward_weights.double()
         figures = evaluated.figures(self.reward_func_names, weights, self.num_generations_eval, self.objective)
         metrics.update({name: [value] for name, value in figures.items()})

@@ -9,6 +9,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.temporary import temporarily
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.packing.pieces import Part
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -48,9 +51,18 @@ def more_to_come(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
         return
     each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     engine = accelerator.distributed_type == DistributedType.DEEPSPEED
-    accelerator.sync_gradients = False
-    try:
-        with nullcontext() if each or engine else accelerator.no_sync(model=model):
-            yield
-    finally:
-        accelerator.sync_gradients = True
+    alone = nullcontext() if each or engine else accelerator.no_sync(model=model)
+    with temporarily(accelerator.gradient_state, sync_gradients=False), alone:
+        yield
+
+
+def check_pieces(args: GRPOExtConfig, *, aux_loss: bool) -> None:
+    """Refuse to cut the micro-batches of a model whose loss has a term of all their rows.
+
+    Raises:
+        ConfigError: it has, and `micro_batch_tokens` is set.
+    """
+    if args.micro_batch_tokens is not None and aux_loss:
+        reason = "the router's auxiliary loss depends on the rows that a forward computes"
+        cure = "Set router_aux_loss_coef: 0, or unset micro_batch_tokens."
+        raise ConfigError([Problem("micro_batch_tokens", args.micro_batch_tokens, reason, cure)])

@@ -144,18 +144,6 @@ def kind(model: Any) -> str:
     return next((adapter.peft_type.value for adapter in adapters), type(model).__name__)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation, and each module back to its mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 def made_up(tokenizer: Any, vocabulary: int, device: torch.device) -> Tensor:
     """Return two rows of 16 ordinary tokens, spread over the vocabulary."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}

@@ -1,7 +1,6 @@
 """The correction of a sampler that is not the policy, for the rows of a generation, and its metrics."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,14 +69,10 @@ def weight_figures(found: Corrected, mask: Tensor, accelerator: Accelerator) -> 
     rows = rows[rows[:, 0].argsort(stable=True)]
     figures = {"sampling/kept": rows}
     if len(rows) >= len(LENGTHS):
-        figures |= {f"sampling/kept_{name}": part for name, part in zip(LENGTHS, _thirds(rows), strict=True)}
+        thirds = rows.tensor_split([len(rows) // 3, len(rows) * 2 // 3])
+        figures |= {f"sampling/kept_{name}": part for name, part in zip(LENGTHS, thirds, strict=True)}
     return {
         **{name: (part[:, 1].sum() / part[:, 0].sum()).item() for name, part in figures.items()},
         "sampling/importance_sampling_ratio/min": rows[:, 2].min().item(),
         "sampling/importance_sampling_ratio/max": rows[:, 3].max().item(),
     }
-
-
-def _thirds(rows: Tensor) -> list[Tensor]:
-    bounds = [len(rows) * i // 3 for i in range(4)]
-    return [rows[first:last] for first, last in pairwise(bounds)]

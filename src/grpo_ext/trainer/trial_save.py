@@ -15,11 +15,12 @@ from trl.trainer.utils import create_model_from_path
 from grpo_ext.config.adapters import with_adapter
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.packing.scorer import in_evaluation
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.vllm.weights import is_quantised
 from grpo_ext.trainer.checkpoints.processes import agreed, is_sharded
 from grpo_ext.trainer.checkpoints.writing import SAVING, discard, remove_if_empty
-from grpo_ext.trainer.reference import HALF, TOLERANCE, evaluating, kind, made_up
+from grpo_ext.trainer.reference import HALF, TOLERANCE, kind, made_up
 
 LOADED_BACK = 1e9
 """Largest number of parameters of a base that is loaded a second time."""
@@ -115,7 +116,7 @@ def _base_on_disk(model: PeftModel, args: GRPOExtConfig) -> PreTrainedModel | No
 
 @torch.no_grad()
 def _logps(model: Any, ids: Tensor) -> Tensor:
-    with evaluating(model):
+    with in_evaluation(model):
         return model(input_ids=ids).logits[:, -ids.shape[1] :].float().log_softmax(-1)
 
 

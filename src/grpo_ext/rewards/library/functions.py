@@ -3,7 +3,6 @@
 Columns come in by keyword; the options of a recipe follow the star. None means "cannot be scored".
 """
 
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,6 @@ from grpo_ext.rewards.library.math_judgement import OUT_OF_TIME, judge
 from grpo_ext.rewards.library.math_marks import PLACES
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import TAGS, Completion, boxed, boxes_are_whole, completion_text
-
-logger = logging.getLogger(__name__)
 
 FORMAT_STYLES = ("think_answer", "think_answer_inline", "think", "answer", "boxed")
 # The tags with the newlines around them in the layout of think_answer; the outer edges of the text have none.

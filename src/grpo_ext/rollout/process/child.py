@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -86,13 +86,10 @@ class Decoder:
         config.max_new_tokens = max(request.limits)
         inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
         blocks = [block for part in self.model.modules() if isinstance(part, nn.ModuleList) for block in part]
-        hooks = [block.register_forward_hook(after_forward) for block in blocks]  # a long prompt takes a forward long
-        try:
-            with self.autocast:  # around the whole generation: it casts each weight once
-                output = cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooked, self.autocast:  # around the whole generation: it casts each weight once
+            for block in blocks:  # a long prompt takes a forward long
+                hooked.enter_context(block.register_forward_hook(after_forward))
+            output = cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
         rows = zip(output[:, ids.shape[1] :].tolist(), request.limits, strict=True)
         found = [ended(row[:limit], settings.ends) for row, limit in rows]
         kept: Sequence[Tensor | None] = drawn.kept(found) or [None] * count

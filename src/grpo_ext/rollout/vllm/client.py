@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore
 from trl.generation.vllm_client import VLLMClient
 
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.rollout.vllm.gloo import BACKEND, TAKEN, TRAINER_RANK, mark, open_group, open_store, send, specs_of
 from grpo_ext.rollout.vllm.server import CONNECTIONS
 from grpo_ext.rollout.vllm.watchdog import abort_when_stalled
@@ -356,15 +357,12 @@ class Client(VLLMClient):
         """
         if not self.healthy():
             raise ServerTrouble(f"{self.base_url} is not up")
-        self.patience = patience
-        try:
+        with temporarily(self, patience=patience):
             self.close_communicator()
             self.init_communicator(device)
             if self._updating:
                 with suppress(ServerTrouble):  # it may have finished by itself
                     self._finish_weight_update()
-        finally:
-            self.patience = self.timeout
 
     def _start_weight_update(self) -> None:
         self._updating = True

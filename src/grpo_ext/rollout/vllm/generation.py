@@ -25,7 +25,6 @@ from grpo_ext.errors import ABSENT, ConfigError, ServerLost
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.colocated import each_seeded, engine_settings
-from grpo_ext.rollout.vllm.host_copy import HostCopy
 from grpo_ext.rollout.vllm.kept import TIES, Values, read
 from grpo_ext.rollout.vllm.server import (
     CONNECTIONS,
@@ -38,7 +37,7 @@ from grpo_ext.rollout.vllm.server import (
     unsuited,
 )
 from grpo_ext.rollout.vllm.unpushable import unpushable
-from grpo_ext.rollout.vllm.weights import Rounding, effective_weights, is_quantised, policy_dtype
+from grpo_ext.rollout.vllm.weights import HostCopy, Rounding, effective_weights, is_quantised, policy_dtype
 from grpo_ext.waiting import SIGNALLED, leaving
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,7 @@ then removed from `sys.modules`, so their next import is complete.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
@@ -47,12 +46,10 @@ if _hidden:
     vars(grpo_trainer)["VLLMGeneration"] = _stock_generation
 
 
-@contextmanager
-def with_our_generation(args: GRPOExtConfig) -> Iterator[None]:
+def with_our_generation(args: GRPOExtConfig) -> AbstractContextManager[None]:
     """Let a trainer that is built in this context sample by our `Generation` if `use_vllm` is set."""
     if not args.use_vllm:
-        yield
-        return
+        return nullcontext()
     from grpo_ext.rollout.vllm.generation import Generation
 
     ours = partial(
@@ -62,8 +59,7 @@ def with_our_generation(args: GRPOExtConfig) -> Iterator[None]:
         engine_kwargs=given_options(args),
         keeps=scores_kept_sets(args),
     )
-    with temporarily(grpo_trainer, VLLMGeneration=ours):
-        yield
+    return temporarily(grpo_trainer, VLLMGeneration=ours)
 
 
 def server_sampler(generation: object) -> "ServerSampler":

@@ -5,7 +5,7 @@ sampler needs it as one weight. It is formed here in float32, one module at a ti
 weights are not written, and rounded once: to the dtype of the sampler.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -188,3 +188,23 @@ def _merge(layer: BaseTunerLayer) -> None:
     """
     packs = type(layer).__module__ == "peft.tuners.lora.bnb"
     cast(Any, lora.Linear if packs else type(layer)).merge(layer)
+
+
+class HostCopy:
+    """A copy of all weights on the CPU, written by each push; the policy itself has moved when a server dies."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def taking(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same tensors, each after it has been copied."""
+        for name, tensor in named:
+            if name not in self._tensors:
+                self._tensors[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._tensors[name].copy_(tensor.detach())
+            yield name, tensor
+
+    def named(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield the copied tensors by name, each on `device`."""
+        for name, tensor in self._tensors.items():
+            yield name, tensor.to(device)

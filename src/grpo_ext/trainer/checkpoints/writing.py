@@ -4,13 +4,14 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec
 
 from safetensors import SafetensorError
 from transformers import TrainerState
 
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ABSENT, ConfigError, Problem, SaveError
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import holds_weights, publish, write_finished
@@ -64,14 +65,9 @@ class Writer:
         """Return on all processes whether a write has failed on one."""
         return any(everywhere(self._error is not None))
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Have checkpoints written in `SAVING`."""
-        self.is_aside = True
-        try:
-            yield
-        finally:
-            self.is_aside = False
+        return temporarily(self, is_aside=True)
 
     @contextmanager
     def reporting(self, final: Path, output_dir: Path) -> Iterator[None]:
@@ -80,11 +76,9 @@ class Writer:
         Raises:
             SaveError: `final` could not be written; what was written aside in `output_dir` is deleted.
         """
-        self._keeps, self._error = True, None
-        try:
+        self._error = None
+        with temporarily(self, _keeps=True):
             yield
-        finally:
-            self._keeps = False
         error = self._error
         text = None if error is None else str(error) if isinstance(error, SaveError) else unwritten(error, final)
         texts = [text for text in everywhere(text) if text is not None]
