@@ -87,6 +87,27 @@ def test_other_layers_are_left_alone():
 
 
 @can_block
+def test_a_weight_that_a_quantisation_packs_is_left_alone():
+    class Packed(torch.Tensor):
+        pass
+
+    layer = nn.Linear(99, 99, dtype=torch.bfloat16)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
+    with blocked(layer, 16, WORTH):
+        assert replaced(layer) == []
+
+
+@can_block
+def test_a_bias_is_added_as_torch_adds_it_to_a_slice():
+    layer, states = nn.Linear(96, 200, dtype=torch.bfloat16), torch.randn(4, 3, 96, dtype=torch.bfloat16)
+    with torch.no_grad():
+        stock = [layer(states), layer(states[:, -1:])]
+        with blocked(layer, 4, WORTH):
+            found = [layer(states), layer(states[:, -1:])]
+    assert all(map(torch.equal, found, stock))
+
+
+@can_block
 def test_short_completions_are_not_worth_it():
     layer = nn.Linear(99, 99, dtype=torch.bfloat16)
     with blocked(layer, 16, WORTH - 1):

@@ -459,3 +459,17 @@ def test_weights_are_cast_once_for_a_generation_to_the_same_bits(engine, kind, t
     if kind != "bfloat16":
         assert {count for _, count in once} == {weights}
         assert min(count for _, count in every_token) >= 2 * weights
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("defaults", ["paper", "trl"])
+def test_frozen_weights_seem_to_want_a_gradient_while_they_sample(defaults, bf16, tmp_path):
+    """By frozen 16-bit weights torch multiplies the last states of each row with a copy of the LM head for each."""
+    peft = LoraConfig(target_modules=["q_proj"])
+    settings = {"bf16": bf16, "loss_defaults": defaults, "max_steps": 1}
+    trainer = build(tiny.model(dtype=torch.bfloat16), tmp_path, peft_config=peft, **settings)
+    head, seen = trainer.model.get_base_model().lm_head, []
+    with head.register_forward_hook(lambda *_: seen.append(head.weight.requires_grad)):
+        trainer.collector.own.sample([[5, 6, 7]], [8])
+    assert set(seen) == {defaults == "paper"}
+    assert not head.weight.requires_grad

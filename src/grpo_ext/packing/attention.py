@@ -58,7 +58,7 @@ def attention(
         raise ForeignAttention(f"{type(module).__name__} asks for {asked}, which shared_prefix does not support")
     _follow(module)
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # as torch's own attention under autocast
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:  # as torch's own attention under autocast
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     segments, scale = kwargs[LAYOUT], query.shape[-1] ** -0.5 if scaling is None else scaling
     window, chunk = (None if size is None or segments.longest <= size else size for size in (window, chunk))

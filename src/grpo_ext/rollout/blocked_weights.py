@@ -43,6 +43,8 @@ def _multiplies(layer: nn.Linear) -> bool:
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
     weight = layer.weight
+    if type(weight) is not nn.Parameter:  # packed by a quantisation, whatever its dtype says
+        return False
     mixed = torch.is_autocast_enabled("cpu") and weight.dtype == torch.float32
     computes = torch.get_autocast_dtype("cpu") if mixed else weight.dtype
     return weight.device.type == "cpu" and weight.numel() > LARGE and computes == torch.bfloat16
@@ -57,6 +59,8 @@ class _Blocked:
         self.bias = None if layer.bias is None else layer.bias.to(torch.bfloat16)
 
     def __call__(self, states: Shaped[Tensor, "*rows features"]) -> Shaped[Tensor, "*rows outputs"]:
+        if self.bias is not None and not states.is_contiguous():
+            return type(self.layer).forward(self.layer, states)  # which rounds once more, before the bias
         if self.weight is None:
             weight = self.layer.weight.to(torch.bfloat16)
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.rows)

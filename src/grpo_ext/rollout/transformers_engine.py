@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, Trainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
@@ -196,7 +196,7 @@ class TransformersSampler:
             torch.no_grad(),
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
             only_settings(model, args),
-            _autocast(trainer, model) if samples_mixed(model, trainer) else nullcontext(),
+            _computing(trainer, model),
         ):
             yield model
 
@@ -246,17 +246,21 @@ def _sharded(trainer: GRPOTrainer) -> bool:
 
 
 @contextmanager
-def _autocast(trainer: GRPOTrainer, model: Any) -> Iterator[None]:
-    """Compute in mixed precision; torch keeps the casts of weights that want a gradient only: here all do.
+def _computing(trainer: GRPOTrainer, model: Any) -> Iterator[None]:
+    """Compute in mixed precision, where the policy samples so, and by weights that all want a gradient.
 
-    FSDP remembers which ones do, so sharded weights are left alone.
+    torch keeps the casts of such weights only, and by others a CPU multiplies the last states of each row one by one,
+    with a copy of the LM head for each. FSDP remembers which ones do, so sharded weights are left alone, and so are
+    those of stock TRL's own precision.
     """
-    weights = () if _sharded(trainer) else model.parameters()
-    frozen = [p for p in weights if p.dtype == torch.float32 and not p.requires_grad]
+    mixed = samples_mixed(model, trainer)
+    stock = _sharded(trainer) or (not mixed and cast(GRPOExtConfig, trainer.args).loss_defaults == "trl")
+    weights = () if stock else model.parameters()
+    frozen = [p for p in weights if type(p) is nn.Parameter and p.is_floating_point() and not p.requires_grad]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
-        with trainer.accelerator.autocast():
+        with trainer.accelerator.autocast() if mixed else nullcontext():
             yield
     finally:
         for parameter in frozen:

@@ -306,7 +306,8 @@ class GRPOExtTrainer(Lifecycle):
         if policy is not None:  # behind the advantages, whose baselines are of all completions, also of rejected ones
             batch |= self._correction(batch, policy, mode)
         log_generation(self, collected, advantages)
-        give_back()
+        if self.accelerator.device.type == "cpu":
+            give_back()
         return batch
 
     def _padded(self, collected: Collected) -> dict[str, Any]:
