@@ -99,6 +99,10 @@ SOUND_RUNS = {
         "rewards/format/mean": lambda n: (0.85, 0.93, 0.97, 0.97)[min(n, 4) - 1],
         "rewards/format/std": 0.3,
     },
+    "a penalty that was never due is due": {
+        "rewards/soft_overlong/mean": lambda n: -0.01 * max(0, n - 8),
+        "rewards/soft_overlong/std": lambda n: 0.06 * (n > 8),
+    },
     "a task is learned": {
         "rewards/accuracy/mean": 1.0, "rewards/accuracy/std": 0.0, "advantages/zero_variance_groups": 1.0,
         "groups/all_right": 1.0, "entropy": 0.02, "rewards/format/mean": 1.0, "rewards/format/std": 0.0,

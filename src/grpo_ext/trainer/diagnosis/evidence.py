@@ -242,7 +242,7 @@ def sign(history: History, name: str) -> str:
     """A reward of 0 or 1 is now 0 or -1, which cannot be learned."""
     figure, spread = f"rewards/{name}/mean", f"rewards/{name}/std"
     values, before = history.last(figure, ROWS), history.before(figure, ROWS)
-    if not values or not before or max(values) > 0 or min(values) == 0:
+    if not values or not before or max(before) <= 0 or max(values) > 0 or min(values) == 0:
         return ""
     negated = [-value for value in values]
     if not (_binary(before, history.before(spread, ROWS)) and _binary(negated, history.last(spread, ROWS))):
