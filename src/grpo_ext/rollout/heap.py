@@ -9,7 +9,7 @@ import os
 import sys
 
 LARGE = 2**32
-"""Resident bytes from which on it is done: it takes tenths of a second, little beside such a model's generation."""
+"""Resident bytes from which on it is done: a smaller process has little to give back, and short generations."""
 
 
 def resident() -> int:

@@ -249,9 +249,9 @@ def _sharded(trainer: GRPOTrainer) -> bool:
 def _computing(trainer: GRPOTrainer, model: Any) -> Iterator[None]:
     """Compute in mixed precision, where the policy samples so, and by weights that all want a gradient.
 
-    torch keeps the casts of such weights only, and by others a CPU multiplies the last states of each row one by one,
-    with a copy of the LM head for each. FSDP remembers which ones do, so sharded weights are left alone, and so are
-    those of stock TRL's own precision.
+    torch keeps the casts of such weights only. With a frozen LM head a CPU multiplies the last states of each row by
+    themselves, with a copy of the head for each row. Sharded weights are left alone, because FSDP remembers which ones
+    want a gradient, and so is what samples as stock TRL does.
     """
     mixed = samples_mixed(model, trainer)
     stock = _sharded(trainer) or (not mixed and cast(GRPOExtConfig, trainer.args).loss_defaults == "trl")
