@@ -277,3 +277,16 @@ def test_evaluations_and_summaries_are_no_rows_of_training():
     rows = history(FAULTS["misplaced mask"][0])
     mixed = [row for r in rows for row in (r, {"eval_reward": 0.0, "step": r["step"]}, {"train_loss": 1.0, "step": 9})]
     assert [(f.rule.name, f.step) for f in diagnose(mixed)] == [("misplaced mask", 12)]
+
+
+@pytest.mark.parametrize("off", [0.01, 0.3])
+def test_a_depth_that_only_some_steps_reach_is_named_from_their_logs(off):
+    """In bfloat16 every depth differs by 0.01, and a sampler may be wrong beyond token 1,024."""
+    rounding = {f"sampling/mismatch{name}": 0.01 for name in ("", "_from_0", "_from_128", "_from_1k")}
+    log = history(rounding | dict.fromkeys(TURNS), since=1, steps=40)
+    for row in log[20:]:
+        row |= {"sampling/mismatch": 0.06, "sampling/mismatch_from_128": 0.02} if off > 0.01 else {}
+        row["sampling/mismatch_from_1k"] = off
+    for row in log[::2]:
+        row["sampling/mismatch_from_1k"] = None
+    assert [f.rule.name for f in diagnose(log)] == (["drift by depth"] if off > 0.01 else [])

@@ -71,13 +71,25 @@ class History:
 
     def last(self, name: str, rows: int) -> list[float]:
         """Return the last values, or [] if one of them is missing."""
-        found = _known(self.columns.get(name, [])[-rows:])
+        found = self.recent(name, rows)
         return found if len(found) == rows else []
+
+    def recent(self, name: str, rows: int) -> list[float]:
+        """Return the values of the last rows that have one."""
+        return _known(self.columns.get(name, [])[-rows:])
 
     def known(self, name: str, rows: int) -> list[float]:
         """Return the last known values, from at most twice as many rows, or []."""
-        found = _known(self.columns.get(name, [])[-2 * rows :])[-rows:]
+        found = self.recent(name, 2 * rows)[-rows:]
         return found if len(found) == rows else []
+
+    def where(self, name: str) -> "History":
+        """Return the rows in which a metric is known."""
+        found, column = History(), self.columns.get(name, [])
+        kept = [at for at, value in enumerate(column) if value is not None]
+        found.rows = len(kept)
+        found.columns = {other: [values[at] for at in kept] for other, values in self.columns.items()}
+        return found
 
     def before(self, name: str, rows: int) -> list[float]:
         """Return the values before the last `rows`, or [] if too few are known."""

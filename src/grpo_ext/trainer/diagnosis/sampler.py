@@ -59,14 +59,31 @@ _Place = tuple[str, str]
 _TURN: _Place = FIRST_TURN, LATER_TURNS
 
 
+def _reaches(history: History, name: str, rows: int) -> int:
+    """Return in how many of the last rows completions reach a place; 0 for a single one, and for a shorter log."""
+    found = len(history.recent(name, rows))
+    return found if found > 1 and history.rows >= rows else 0
+
+
+def _behind(history: History, place: _Place, rows: int) -> tuple[History, list[float], list[float]]:
+    """Return the rows whose completions reach behind a place, and in the last of them the mismatch on both sides.
+
+    That behind is [] where it does not leap.
+    """
+    reached, last = history.where(place[1]), _reaches(history, place[1], rows)
+    if not last:
+        return reached, [], []
+    return reached, reached.last(place[0], last), _leap(reached, place[1], last)
+
+
 def _sharpness(history: History, place: _Place, rows: int) -> float:
     """Return how many times the mismatch behind a place is that before it; 0 where none leaps behind it.
 
     Places whose tokens differ in entropy differ in rounding too. So a leap must be beyond any rounding, or begin where
     there was none.
     """
-    low, high = history.last(place[0], rows), _leap(history, place[1], rows)
-    earlier = history.before(place[1], rows)
+    reached, low, high = _behind(history, place, rows)
+    earlier = reached.before(place[1], len(high))
     if not low or not high or (min(high) <= _ALONE and earlier and max(earlier) > _ROUNDING):
         return 0.0
     return mean(high) / max(mean(low), _ROUNDING)
@@ -79,7 +96,7 @@ def _place(history: History, rows: int) -> _Place | None:
     not begin at one depth, and the other way round: at the wrong place, one side has sound and faulty tokens. So the
     sharper place is the right one.
     """
-    first, *deeper = [name for name in DEPTHS if history.last(name, rows)] or [""]
+    first, *deeper = [name for name in DEPTHS if _reaches(history, name, rows)] or [""]
     places = [_TURN, *((first, deepest) for deepest in deeper[-1:])]
     found = max(places, key=lambda place: _sharpness(history, place, rows))
     truncated = _one_sided(history, history.last(MISMATCH, rows), _TRUNCATED)
@@ -88,17 +105,16 @@ def _place(history: History, rows: int) -> _Place | None:
 
 def _by_depth(history: History, rows: int) -> str:
     """Return the mismatches of all depths."""
-    found = ((first, history.last(name, rows)) for name, (first, _) in DEPTHS.items())
+    found = ((first, history.recent(name, rows)) for name, (first, _) in DEPTHS.items())
     return ", ".join(f"{median(values):.3g} from token {first + 1:,}" for first, values in found if values)
 
 
 def _placed(history: History, place: _Place) -> str:
-    before, behind = place
     times = _sharpness(history, place, ROWS)
     above = f"{times:.3g} times" if times < 1000 else "over 1000 times"
-    low = span(history.last(before, ROWS))
-    depths = _by_depth(history, ROWS)
-    return f"{_nats(history, behind, history.last(behind, ROWS))}, {above} {before} ({low}); by depth {depths}"
+    reached, low, high = _behind(history, place, ROWS)
+    before, behind = place
+    return f"{_nats(reached, behind, high)}, {above} {before} ({span(low)}); by depth {_by_depth(history, ROWS)}"
 
 
 def by_turn(history: History) -> str:
