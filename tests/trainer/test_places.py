@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
+from grpo_ext.objective.trajectory import Trajectory, Turn, batch
 from grpo_ext.rollout.collected import Generated
+from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.trainer.batches import padded
-from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS, by_place, later_turns
+from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS, by_place, depths, later_turns
 from grpo_ext.trainer.diagnosis.rules import diagnose
 from grpo_ext.trainer.loss_terms import Figures
 from support import tiny
@@ -19,6 +21,28 @@ from support.figures import Alone
 def test_a_turn_is_a_run_of_tokens_that_the_policy_wrote():
     written = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [0, 1, 1, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0], [0] * 8])
     assert later_turns(written).tolist() == [[0, 0, 0, 1, 0, 0, 1, 1], [0] * 8, [0, 0, 0, 1, 0, 0, 0, 0], [0] * 8]
+
+
+def test_depth_and_turn_of_rewritten_contexts_are_those_of_the_context():
+    """Of four turns the second begins behind the prompt again, the third behind the first, the last in the prompt."""
+    turns = [Turn([5, 6, 7], [1, 2]), Turn([5, 6, 7], [3, 4, 9]), Turn([5, 6, 7, 1, 2, 8], [9]), Turn([5, 8], [4])]
+    trajectory = Trajectory(turns)
+    rows = batch([trajectory], {9})
+    parents = parents_of([trajectory], len(rows.completion_ids[0]))
+    assert rows.completion_ids == [[1, 2, 3, 4, 9, 8, 9, 8, 4, 9]]
+    assert depths(parents).tolist() == [[0, 1, 0, 1, 2, 2, 3, 0, 0, 0]]
+    assert later_turns(torch.tensor(rows.tool_mask), parents).tolist() == [[0, 0, 1, 1, 1, 0, 1, 0, 1, 0]]
+    made = Generated([[5, 6, 7]], rows.completion_ids, rows.tool_mask, [], [[0.0] * 10], {}, None, [])
+    found = padded(made, 0, None, torch.device("cpu"), {7}, [trajectory])
+    assert found["later_turns"].tolist() == [[0, 0, 1, 1, 1, 0, 1, 0, 1, 0]]
+    assert (found["parents"] == parents).all()
+
+
+def test_tokens_in_a_chain_are_counted_by_column():
+    off, chain = torch.rand(1, 300), torch.arange(-1, 299)[None]
+    by_column, by_parent = (by_place(off, off > 0, None, parents) for parents in (None, chain))
+    for (values, known), (others, of_them) in zip(by_column.values(), by_parent.values(), strict=True):
+        assert values[known].tolist() == others[of_them].tolist()
 
 
 def test_a_generation_keeps_its_turns_whatever_leaves_the_mask_later():

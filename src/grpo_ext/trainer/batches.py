@@ -21,13 +21,20 @@ from trl.trainer.utils import pad as trl_pad
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals, step_totals
-from grpo_ext.packing.micro_batches import MicroBatch, live_mask
+from grpo_ext.objective.trajectory import Trajectory
+from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
 from grpo_ext.rollout.collected import Generated
+from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.trainer.diagnosis.places import later_turns
 
 
 def padded(
-    made: Generated, pad: int, multiple: int | None, device: torch.device, ends: Collection[int] | None = None
+    made: Generated,
+    pad: int,
+    multiple: int | None,
+    device: torch.device,
+    ends: Collection[int] | None = None,
+    trajectories: Sequence[Trajectory] = (),
 ) -> dict[str, Tensor]:
     """Return the rows of a generation as padded tensors: prompts [rows, width] on the left, completions on the right.
 
@@ -37,6 +44,7 @@ def padded(
         multiple: width is a multiple of it.
         device: of the tensors.
         ends: tokens one of which ends a completion that trains; None: all train.
+        trajectories: of the rows, where they have some, whose contexts may have been rewritten.
     """
 
     def joined(rows: Sequence[Tensor], value: int, side: str = "right") -> Tensor:
@@ -52,9 +60,11 @@ def padded(
     if made.logprobs is not None:
         known = [[math.nan if logp is None else logp for logp in row] for row in made.logprobs]
         batch["sampling_per_token_logps"] = joined([torch.tensor(row) for row in known], 0)
+    if trajectories and (parents := parents_of(trajectories, batch["completion_ids"].shape[1])) is not None:
+        batch[PARENTS] = parents.to(device)
     if made.tool_mask is not None:
         batch["tool_mask"] = joined([torch.tensor(mask) for mask in made.tool_mask], 1)
-        batch["later_turns"] = later_turns(live_mask(batch))
+        batch["later_turns"] = later_turns(live_mask(batch), batch.get(PARENTS))
     if ends is not None:
         whole = torch.tensor([ids[-1] in ends for ids in made.completion_ids], device=device)[:, None]
         masks = ("completion_mask", "tool_mask")

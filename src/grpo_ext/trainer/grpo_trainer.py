@@ -26,7 +26,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.lm_head import gather_trained_head
-from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask, regroup, silent
+from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body, takes_positions
 from grpo_ext.packing.own_forward import count_positions
 from grpo_ext.packing.pieces import TokenLimit
@@ -36,7 +36,7 @@ from grpo_ext.packing.together import entered_alike, failing_alike
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.heap import give_back
 from grpo_ext.rollout.seeing import Tokenized
-from grpo_ext.rollout.trajectories import completed, parents_of
+from grpo_ext.rollout.trajectories import completed
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
 from grpo_ext.trainer.acting import Acting, sampling_of
@@ -315,11 +315,9 @@ class GRPOExtTrainer(Lifecycle):
         assert collected.generated is not None
         device, pad = self.accelerator.device, self._tokenizer.pad_token_id
         ends = {*self.eos_token_ids, pad} if self.mask_truncated_completions else None
-        batch: dict[str, Any] = padded(collected.generated, pad, cast(Any, self.pad_to_multiple_of), device, ends)
+        multiple, made = cast(Any, self.pad_to_multiple_of), collected.trajectories
+        batch: dict[str, Any] = padded(collected.generated, pad, multiple, device, ends, trajectories=made or ())
         batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
-        made = collected.trajectories
-        if made and (parents := parents_of(made, batch["completion_ids"].shape[1])) is not None:
-            batch[PARENTS] = parents.to(device)
         return batch | collected.lists
 
     def _compare_sampler(self, batch: dict[str, Any], policy: Tensor | None, mode: str) -> None:

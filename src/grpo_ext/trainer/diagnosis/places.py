@@ -1,10 +1,12 @@
 """Places in completions at which sampler and policy are compared: by depth, and by turn.
 
 A sampler does not know where a completion will end, so its faults begin at a depth or at a turn, never at a share of
-the length. Depth is absolute: completions of any length add to the same means.
+the length. Depth is absolute: completions of any length add to the same means. Where contexts were rewritten, both are
+counted in the context that a token was sampled in.
 """
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 MISMATCH = "sampling/mismatch"
@@ -28,26 +30,57 @@ DEFINITIONS: dict[str, str] = {
 """Names in the log, with their definitions."""
 
 
-def later_turns(written: Tensor) -> Tensor:
-    """Return 1 for tokens of each row's second and later turns, 0 for all others, [rows, time].
+def later_turns(
+    written: Int[Tensor, "rows time"], parents: Int[Tensor, "rows time"] | None = None
+) -> Int[Tensor, "rows time"]:
+    """Return 1 for tokens of each row's second and later turns, 0 for all others.
 
     Args:
-        written: 1 for tokens that the policy wrote. A turn is a run of them.
+        written: 1 for tokens that the policy wrote. A turn is a run of them, each behind the one before.
+        parents: as in a micro-batch; None where each token is behind the one before.
     """
-    begins = written.bool()
-    begins = begins & ~torch.nn.functional.pad(begins[:, :-1], (1, 0))
+    goes_on = torch.nn.functional.pad(written.bool()[:, :-1], (1, 0))
+    if parents is not None:
+        goes_on &= parents == _before(parents)
+    begins = written.bool() & ~goes_on
     return written * (begins.cumsum(dim=1) > 1)
 
 
-def by_place(values: Tensor, known: Tensor, later: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
+def depths(parents: Int[Tensor, "rows time"]) -> Int[Tensor, "rows time"]:
+    """Return the place of each token behind the prompt in its own context: 0 for the first, and inside the prompt.
+
+    Args:
+        parents: as in a micro-batch.
+    """
+    found = (_before(parents) + 1).repeat(len(parents), 1)
+    for row, column in (parents != _before(parents)).nonzero().tolist():
+        parent = int(parents[row, column])
+        depth = int(found[row, parent]) + 1 if parent >= 0 else parent + 1
+        found[row, column:] += depth - found[row, column]
+    return found.clamp(min=0)
+
+
+def _before(parents: Tensor) -> Tensor:
+    return torch.arange(-1, parents.shape[1] - 1, device=parents.device)
+
+
+def by_place(
+    values: Tensor, known: Tensor, later: Tensor | None, parents: Tensor | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Return values and masks of each place, always all of them, so that sums of different batches add up.
 
     Args:
         values: of each token, [rows, time].
         known: tokens that count.
         later: what `later_turns` returned; None where no row has several turns.
+        parents: as of `later_turns`.
     """
-    found = {name: (values[:, first:end], known[:, first:end]) for name, (first, end) in DEPTHS.items()}
+    if parents is None:
+        found = {name: (values[:, first:end], known[:, first:end]) for name, (first, end) in DEPTHS.items()}
+    else:
+        depth = depths(parents)
+        inside = {name: (depth >= first) & (depth < (end or torch.inf)) for name, (first, end) in DEPTHS.items()}
+        found = {name: (values, known & here) for name, here in inside.items()}
     later = torch.zeros_like(known) if later is None else later.bool()
     several = known & later.any(dim=1, keepdim=True)
     return found | {FIRST_TURN: (values, several & ~later), LATER_TURNS: (values, several & later)}

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers import TrainingArguments as Arguments
 
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, widest
-from grpo_ext.packing.micro_batches import live_mask
+from grpo_ext.packing.micro_batches import PARENTS, live_mask
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.credit import per_completion
 from grpo_ext.trainer.diagnosis.places import DEFINITIONS, MISMATCH, by_place
@@ -89,7 +89,8 @@ def token_figures(
     known = computed.bool() & ~sampler.isnan()
     difference = torch.where(known, sampler - policy, 0.0)
     distance = difference.abs()
-    figures |= {MISMATCH: (distance, known), **by_place(distance, known, inputs.get("later_turns"))}
+    places = by_place(distance, known, inputs.get("later_turns"), inputs.get(PARENTS))
+    figures |= {MISMATCH: (distance, known), **places}
     figures["sampling/bias"] = difference, known
     log_ratio = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     figures["sampling/mismatch_kl"] = log_ratio.expm1() - log_ratio, known
