@@ -1,6 +1,9 @@
 """`grpo-ext check --probe`: real steps that leave nothing behind, parts that add up, advice by hand, refusals."""
 
 import re
+import signal
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -166,6 +169,39 @@ def test_an_error_of_a_step_is_one_line(recipe, error, monkeypatch, capsys):
     monkeypatch.setattr(probe, "build_trainer", fail)
     assert command(*recipe()) in (2, 75)
     assert capsys.readouterr().err.strip().endswith("the sampler and the reward are gone")
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("grpo_ext_probe_*"))
+
+
+def test_the_folder_of_a_probe_stays_only_where_an_error_names_it():
+    before = folders()
+    for error in (OSError("no space"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), probe.temporary_folder():
+            raise error
+    assert folders() == before
+    with pytest.raises(OSError, match=r"batch\.pt"), probe.temporary_folder() as folder:
+        raise OSError(f"The batch is in {folder}/batch.pt")
+    assert folders() - before == {Path(folder)}
+    Path(folder).rmdir()
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_probe_in_one_line_and_leaves_nothing(recipe, number, tmp_path, monkeypatch, capsys):
+    here, there = sorted(tmp_path.iterdir()), folders()
+    stock = probe.trained
+
+    def trained(trainer, windows):
+        training_step = trainer.training_step
+        monkeypatch.setattr(trainer, "training_step", lambda *a: signal.raise_signal(number) or training_step(*a))
+        return stock(trainer, windows)
+
+    monkeypatch.setattr(probe, "trained", trained)
+    assert command(*recipe()) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "grpo-ext check: interrupted."
+    assert (sorted(tmp_path.iterdir()), folders()) == (here, there)
 
 
 def test_a_gpu_reports_what_was_allocated(monkeypatch):

@@ -108,6 +108,27 @@ def test_a_bias_is_added_as_torch_adds_it_to_a_slice():
 
 
 @can_block
+def test_a_layer_that_a_model_computes_in_float32_stays_so():
+    layer, states = nn.Linear(96, 200), torch.randn(4, 96)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), blocked(layer, 4, WORTH):
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(layer(states), nn.functional.linear(states, layer.weight, layer.bias))
+        assert layer(states).dtype == torch.bfloat16
+
+
+@can_block
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_model_with_a_compiled_part_is_left_alone(whole):
+    inner, outer = nn.Linear(96, 96, dtype=torch.bfloat16), nn.Linear(96, 96, dtype=torch.bfloat16)
+    if whole:
+        inner = torch.compile(inner)
+    else:
+        inner.compile()
+    with blocked(nn.Sequential(inner, outer), 4, WORTH):
+        assert replaced(outer) == []
+
+
+@can_block
 def test_short_completions_are_not_worth_it():
     layer = nn.Linear(99, 99, dtype=torch.bfloat16)
     with blocked(layer, 16, WORTH - 1):

@@ -36,7 +36,7 @@ from grpo_ext.packing.obstacles import Forward, obstacles
 from grpo_ext.rollout import decoding, transformers_engine
 from grpo_ext.rollout.decoding import distinct
 from grpo_ext.rollout.prompt_cache import Unsupported
-from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine
+from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine, transformers_sampler
 from support import architectures, image_text, tiny
 from support.trainers import build, weights
 
@@ -473,3 +473,15 @@ def test_frozen_weights_seem_to_want_a_gradient_while_they_sample(defaults, bf16
         trainer.collector.own.sample([[5, 6, 7]], [8])
     assert set(seen) == {defaults == "paper"}
     assert not head.weight.requires_grad
+
+
+def test_an_error_of_a_generation_leaves_checkpointing_on(tmp_path, monkeypatch):
+    def fails(*args, **kwargs):
+        raise MemoryError
+
+    trainer = build(tiny.model(), tmp_path, gradient_checkpointing=True)
+    trainer.model.gradient_checkpointing_enable()
+    monkeypatch.setattr(GroupedEngine, "generate", fails)
+    with pytest.raises(MemoryError):
+        transformers_sampler(trainer, trainer.args).sample([[5, 6]], [4])
+    assert trainer.model.is_gradient_checkpointing

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -58,6 +59,9 @@ def run(argv: Sequence[str]) -> int:
             return int(importlib.import_module(f"grpo_ext.commands.{COMMANDS[name].module or name}").run(options))
     except BrokenPipeError:
         raise
+    except KeyboardInterrupt:
+        print(f"\ngrpo-ext {name}: interrupted.", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (SamplerLost, ServerLost) as error:
         print(error, file=sys.stderr)
         return NOT_FINISHED

@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
+import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -26,6 +29,7 @@ from grpo_ext.train import build_trainer
 from grpo_ext.trainer.callbacks import TRAINING, MetricsFile, Progress, StepTimes, clock
 from grpo_ext.trainer.diagnosis.overlap import BESIDE, WAITED, advice
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+from grpo_ext.trainer.signals import SIGNALS
 
 FORWARD, SCORES, OPTIMIZER = "forward_backward", "logps", "optimizer"
 NAMES = {
@@ -111,7 +115,7 @@ def probe(recipe: Recipe, estimate: int | None) -> list[tuple[str, str]]:
         estimate: bytes of a training process by the estimate; None if it is not known.
     """
     before = psutil.Process().memory_info().rss
-    with tempfile.TemporaryDirectory(prefix="grpo_ext_probe_") as folder:
+    with temporary_folder() as folder, ended_by_signals():
         training = recipe.training.changed(output_dir=folder, **_QUIET)
         trainer = build_trainer(dataclasses.replace(recipe, training=training))
         windows = Windows.of(training)
@@ -126,6 +130,35 @@ def probe(recipe: Recipe, estimate: int | None) -> list[tuple[str, str]]:
         ("rollouts beside training", beside(kept, found, recipe.training)),
         *(("what would help", line) for line in helpful(found, recipe.training, device)),
     ]
+
+
+@contextmanager
+def temporary_folder() -> Iterator[str]:
+    """Return a folder for a `with` statement, which stays if an error names a file in it."""
+    folder, kept = tempfile.mkdtemp(prefix="grpo_ext_probe_"), False
+    try:
+        yield folder
+    except Exception as error:
+        kept = folder in str(error)
+        raise
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let signals interrupt a probe for a `with` statement, where a run would save a checkpoint."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kept = [(number, signal.signal(number, interrupt)) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in kept:
+            signal.signal(number, handler)
 
 
 _QUIET: Mapping[str, Any] = {
@@ -195,13 +228,15 @@ def peak_memory(device: torch.device) -> int:
     """Return the most bytes that were allocated on a GPU, or that this process had, by now."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "linux":  # where ru_maxrss is also that of the process which started this one
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     try:
         import resource  # not on Windows
 
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     except ImportError:
         return int(psutil.Process().memory_info().peak_wset)
-    return most if sys.platform == "darwin" else most * 1024
 
 
 def shown(found: Measured, training: GRPOExtConfig, steps: int, warm: int) -> list[tuple[str, str]]:

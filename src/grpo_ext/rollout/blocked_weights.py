@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 from grpo_ext.config.temporary import each_temporarily
 
@@ -28,7 +29,7 @@ def blocked(model: nn.Module, rows: int, tokens: int) -> AbstractContextManager[
         tokens: most tokens of a completion.
     """
     linear = (module for module in model.modules() if isinstance(module, nn.Linear))
-    layers = list(filter(_multiplies, linear)) if tokens >= WORTH and _can_block() else []
+    layers = list(filter(_multiplies, linear)) if tokens >= WORTH and _can_block() and not _compiled(model) else []
     return each_temporarily((layer, "forward", _Blocked(layer, rows)) for layer in layers)
 
 
@@ -36,6 +37,11 @@ def _can_block() -> bool:
     """Return whether this CPU and this build of torch multiply bfloat16 in blocks."""
     x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     return x86 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _compiled(model: nn.Module) -> bool:
+    """Return whether a part of a model is compiled, which another forward inside would make compile again."""
+    return any(isinstance(part, OptimizedModule) or part._compiled_call_impl is not None for part in model.modules())
 
 
 def _multiplies(layer: nn.Linear) -> bool:
@@ -59,8 +65,10 @@ class _Blocked:
         self.bias = None if layer.bias is None else layer.bias.to(torch.bfloat16)
 
     def __call__(self, states: Shaped[Tensor, "*rows features"]) -> Shaped[Tensor, "*rows outputs"]:
-        if self.bias is not None and not states.is_contiguous():
-            return type(self.layer).forward(self.layer, states)  # which rounds once more, before the bias
+        rounds_again = self.bias is not None and not states.is_contiguous()  # torch does, before such a bias
+        mixes = self.layer.weight.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
+        if rounds_again or not mixes:
+            return type(self.layer).forward(self.layer, states)
         if self.weight is None:
             weight = self.layer.weight.to(torch.bfloat16)
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.rows)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, Trainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
+from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
@@ -186,12 +187,11 @@ class TransformersSampler:
         """Return the model to generate with; sharded weights are gathered, where the settings say so."""
         trainer = self.trainer
         args = cast(GRPOExtConfig, trainer.args)
+        kwargs, gathers = cast(Any, args.gradient_checkpointing_kwargs), args.ds3_gather_for_generation
         with (
+            disable_gradient_checkpointing(trainer.accelerator.unwrap_model(trainer.model), kwargs),
             unwrap_model_for_generation(
-                trainer.model_wrapped,
-                trainer.accelerator,
-                gather_deepspeed3_params=args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=cast(Any, args.gradient_checkpointing_kwargs),
+                trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gathers
             ) as model,
             torch.no_grad(),
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
