@@ -95,20 +95,45 @@ def test_a_rollout_holds_keys_values_logits_and_copies_of_the_weights(monkeypatc
     args = GRPOExtConfig(**CPU | SIZE | {"max_completion_length": 20})
     rows, length = 8, 10 + 20 + 64  # 64: the room by which a cache grows
     assert peaks.rollout_held(args, shape, 10, 4, 1000) == 1000 + rows * length * 2 * 2 * 4 * 4 + rows * 100 * 16
-    args = GRPOExtConfig(**CPU | SIZE | {"rollout_engine": "process"})
-    assert peaks.rollout_held(args, shape, 10, 4, 1000) == 0
+    assert peaks.rollout_held(GRPOExtConfig(**CPU | SIZE | {"use_vllm": True}), shape, 10, 4, 1000) == 0
     monkeypatch.setattr(memory, "rollout_held", lambda *sizes: 10**9)
     found = parts()
     assert found["rollout"] == 10**9 - found["gradients"] - found["activations"]
 
 
+def test_a_process_that_samples_is_counted_with_its_weights_where_it_is_on_the_device(monkeypatch):
+    monkeypatch.setattr(memory, "rollout_held", lambda *sizes: 10**9)
+    plain, beside = parts(), parts(rollout_engine="process")
+    assert beside == {name: size for name, size in plain.items() if name != "rollout"} | {"sampler": 10**9 + 4000}
+    config = GRPOExtConfig(**CPU | SIZE | {"rollout_engine": "process", "rollout_device": "cpu"})
+    monkeypatch.setattr(config, "use_cpu", False)
+    assert "sampler" not in estimate(config, None, 1000, 1000, Shape.of(CONFIG), 32)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "bf16", "copies"), [("bfloat16", False, 2000), (None, True, 2000), (None, False, 0)]
+    ("dtype", "settings", "copies"),
+    [
+        ("bfloat16", {}, 2 * 40_000),
+        (None, {"bf16": True}, 2 * 72_000),
+        (None, {}, 0),
+        ("float16", {}, 0),
+        ("bfloat16", {"rollout_engine": "generate"}, 0),
+        ("bfloat16", {"max_completion_length": 31}, 0),
+        ("bfloat16", {"use_cpu": False}, 0),
+        ("bfloat16", {"can_block": False}, 0),
+        ("bfloat16", {"tied": True}, 2 * 72_000),
+    ],
 )
-def test_a_rollout_copies_weights_to_16_bits_or_into_blocks(dtype, bf16, copies, monkeypatch):
+def test_a_rollout_copies_weights_to_16_bits_or_into_blocks(dtype, settings, copies, monkeypatch):
+    """Of 72,000 weights an LM head of 500 x 64 is one, and an embedding of as many is not of a linear layer."""
+    settings = {"can_block": True, "tied": False, "use_cpu": True} | settings
+    blocks, tied, on_cpu = (settings.pop(name) for name in ("can_block", "tied", "use_cpu"))
+    monkeypatch.setattr(memory, "can_block", lambda: blocks)
     monkeypatch.setattr(memory, "rollout_held", lambda *given: held.append(given[-1]) or 0)
-    held = []
-    parts(dtype=dtype, bf16=bf16)
+    held, shape = [], replace(Shape.of(CONFIG), tied=tied)
+    config = GRPOExtConfig(**CPU | SIZE | settings)
+    monkeypatch.setattr(config, "use_cpu", on_cpu)
+    estimate(config, dtype, 72_000, 72_000, shape, 32)
     assert held == [copies]
 
 

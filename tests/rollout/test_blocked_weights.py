@@ -14,7 +14,7 @@ from grpo_ext.rollout.decoding import decode
 from grpo_ext.rollout.kept_log import Drawn
 from support import tiny
 
-can_block = pytest.mark.skipif(not blocked_weights._can_block(), reason="this CPU has no products in bfloat16")
+can_block = pytest.mark.skipif(not blocked_weights.can_block(), reason="this CPU has no products in bfloat16")
 
 
 def replaced(model: nn.Module) -> list[str]:

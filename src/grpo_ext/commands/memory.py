@@ -17,6 +17,7 @@ from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policies import InspectedPolicy
+from grpo_ext.rollout.blocked_weights import WORTH, can_block
 
 CPU_CACHE = 2**30
 """Bytes of vLLM's cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE sets another size."""
@@ -36,6 +37,8 @@ def estimate(
     packed: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of each part of a training process's memory, without sharding; their sum is its peak.
+
+    With the part of a process that samples beside it on its device.
 
     Args:
         training: the training settings.
@@ -62,13 +65,28 @@ def estimate(
             parts["autocast"] = min(copies, (shape.head + layer) * computes)
         batch = micro_batch(training, shape, prompt, each, computes)
         parts["activations"] = peak(shape, batch, kept) - kept
-        if training.use_cpu and computes == each < FLOAT:  # the weights in blocks
-            copies = parameters * each
+        if computes == each < FLOAT:
+            copies = 2 * blocks(training, shape, dtype, parameters)
         sampling = rollout_held(training, shape, prompt, computes, copies)
-        parts["rollout"] = max(0, sampling - kept - parts["autocast"] - parts["activations"])
+        if not samples_in_process(training):
+            parts["rollout"] = max(0, sampling - kept - parts["autocast"] - parts["activations"])
+        elif training.use_cpu or training.rollout_device is None:
+            parts["sampler"] = parameters * each + sampling
     if training.use_vllm and training.vllm_mode == "colocate":
         parts["engine"] = _engine(training, parameters * computes)
     return parts
+
+
+def blocks(training: GRPOExtArguments, shape: Shape, dtype: str | None, parameters: int) -> int:
+    """Return how many weights a rollout on a CPU multiplies in blocks: those of linear layers in bfloat16."""
+    grouped = training.rollout_engine_resolved != "generate" and not training.use_transformers_continuous_batching
+    if not (
+        training.use_cpu and grouped and dtype == "bfloat16" and int(training.max_completion_length or 0) >= WORTH
+    ):
+        return 0
+    if not (is_for_another(training) or can_block()):
+        return 0
+    return parameters - (0 if shape.tied else shape.head)
 
 
 def _engine(training: GRPOExtArguments, weights: int) -> int:

@@ -9,7 +9,6 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.packing.lm_head import BLOCK, CPU_BLOCK, chunk_size
 from grpo_ext.rollout.prompt_cache import ROOM
@@ -163,12 +162,12 @@ def logits_held(training: GRPOExtArguments, shape: Shape, labels: int, width: in
 
 
 def rollout_held(training: GRPOExtArguments, shape: Shape, prompt: int, width: int, copies: int) -> int:
-    """Return the bytes that this process's sampler holds at the end of a rollout: 0 with an engine of its own.
+    """Return the bytes that transformers' sampler holds at the end of a rollout, beside the weights; 0 with vLLM.
 
     These are `copies` of the weights, in 16 bits or in blocks, keys and values of every row, and its logits: those of
     the model, the same in float32, as the settings change them, and their probabilities.
     """
-    if training.use_vllm or samples_in_process(training):
+    if training.use_vllm:
         return 0
     rows = training.per_device_train_batch_size * int(training.steps_per_generation or 1)
     length = prompt + int(training.max_completion_length or 0) + ROOM

@@ -29,11 +29,11 @@ def blocked(model: nn.Module, rows: int, tokens: int) -> AbstractContextManager[
         tokens: most tokens of a completion.
     """
     linear = (module for module in model.modules() if isinstance(module, nn.Linear))
-    layers = list(filter(_multiplies, linear)) if tokens >= WORTH and _can_block() and not _compiled(model) else []
+    layers = list(filter(_multiplies, linear)) if tokens >= WORTH and can_block() and not _compiled(model) else []
     return each_temporarily((layer, "forward", _Blocked(layer, rows)) for layer in layers)
 
 
-def _can_block() -> bool:
+def can_block() -> bool:
     """Return whether this CPU and this build of torch multiply bfloat16 in blocks."""
     x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     return x86 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
