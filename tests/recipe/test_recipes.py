@@ -23,7 +23,7 @@ from grpo_ext.recipe.launching import accelerate_config
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
+from support.resuming import checkpoint_to_resume
 from support.run_folders import checkpoint
 
 pytestmark = pytest.mark.usefixtures("few_rows")

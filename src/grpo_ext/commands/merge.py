@@ -63,11 +63,7 @@ def merge(trained: Trained, output: Path, dtype: str = "float32") -> tuple[float
 
 
 def _compare(logits: torch.Tensor, expected: torch.Tensor, bound: float, name: str) -> float:
-    """Return the largest difference between logits.
-
-    Raises:
-        ConfigError: it is beyond `bound` times the largest logit, or not a number.
-    """
+    """Return the largest difference between logits."""
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= bound * largest:
         reason = (

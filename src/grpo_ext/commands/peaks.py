@@ -125,11 +125,6 @@ def peak(shape: Shape, batch: MicroBatch, gradients: int) -> int:
     Four moments compete: the backward of the LM head, when every layer still keeps what it needs; that of the last
     layer, which gradient checkpointing computes again from its input; that of the first layer, when all gradients
     are there; and that of a tied embedding, whose gradient is added to the head's.
-
-    Args:
-        shape: of the model.
-        batch: of the step.
-        gradients: bytes of all gradients.
     """
     stream = batch.tokens * shape.hidden * batch.stream
     layer = batch.tokens * shape.layer(batch.width, merged=batch.merged, adapter=batch.adapter)

@@ -22,11 +22,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    """Print the findings; return 0 without findings, 1 with findings.
-
-    Raises:
-        ConfigError: the folder does not exist, or holds no log of training.
-    """
+    """Print the findings; return 0 without findings, 1 with findings."""
     (found,) = read_runs([options.run])
     logged = {name for row in found.log for name in row if name in OF_UPDATES or "reward" in row}
     unchecked = {rule.name: missing for rule in RULES if (missing := rule.missing(logged))}

@@ -18,12 +18,7 @@ def computed_in(config: GRPOExtArguments, weights: str) -> str:
 
 
 def precision(config: GRPOExtArguments, weights: str) -> str:
-    """Return the line of a run that names the formats of trainer and sampler.
-
-    Args:
-        config: the training settings.
-        weights: dtype of the policy's weights.
-    """
+    """Return the line of a run that names the formats of trainer and sampler."""
     computes = computed_in(config, weights)
     trainer = f"{weights} weights" + (f", computed in {computes}" if computes != weights else "")
     head = ", float32 LM head" if config.cast_lm_head_to_fp32 and computes != "float32" else ""

@@ -142,11 +142,7 @@ def load_mixture(
 
 
 def _first_of_each(parts: list[Any], entries: list[DatasetConfig], most: int) -> list[Any]:
-    """Return the first rows of each dataset, `most` in all, in the proportion of their lengths.
-
-    Raises:
-        DataError: a dataset would have no row.
-    """
+    """Return the first rows of each dataset, `most` in all, in the proportion of their lengths."""
     lengths = [len(part) for part in parts]
     if most >= sum(lengths):
         return parts
@@ -166,9 +162,6 @@ def _with_one_name(parts: list[Any], config: DataConfig) -> list[Any]:
 
     Text in `prompt` goes to the model as it stands, and text in a column of another name as a message. So prompts are
     called `prompt` only where one of the datasets calls them so, and text from the others becomes a message there.
-
-    Raises:
-        DataError: one dataset's prompts would go to the model as they stand, and another's as messages.
     """
     for chosen, usual in _column_names(config):
         named = [next((name for name in usual if name in _names(part)), None) for part in parts]

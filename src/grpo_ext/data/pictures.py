@@ -132,11 +132,7 @@ def as_read(dataset: Any) -> Any:
 
 
 def _read(batch: Mapping[str, list[Any]], modes: Mapping[str, str | None]) -> dict[str, list[Any]]:
-    """Return rows as they are read.
-
-    Raises:
-        DataError: an image is damaged, or has no place in its prompt.
-    """
+    """Return rows as they are read."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     for row in rows:
         row |= {"prompt": without_gaps(row["prompt"])} if "prompt" in row else {}

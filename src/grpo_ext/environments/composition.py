@@ -21,9 +21,7 @@ from grpo_ext.registry import import_path, located
 
 FUNCTION = "grpo_ext.environments.function:AgentFunction"
 """Class of an agent that is a function, `async def agent(row, client)`."""
-ADAPTERS = {
-    "openenv/": ("grpo_ext.environments.openenv:OpenEnv", "base_url"),
-}
+ADAPTERS = {"openenv/": ("grpo_ext.environments.openenv:OpenEnv", "base_url")}
 """Prefixes of the names of other packages' environments: the class, and the option that the rest of the name sets."""
 
 

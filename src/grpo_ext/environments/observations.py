@@ -93,11 +93,7 @@ def _messages(observation: object) -> list[Message]:
 
 
 def _as_text(content: object) -> object:
-    """Return content parts as their text, any other value unchanged.
-
-    Raises:
-        InvalidResult: a part is not text.
-    """
+    """Return content parts as their text, any other value unchanged."""
     require_text(content, "it returned")
     return parts_text(content) if isinstance(content, list) and is_parts(content) else content
 

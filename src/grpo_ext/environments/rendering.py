@@ -33,12 +33,7 @@ class Context:
 
 
 class Renderer:
-    """Renders conversations by one tokenizer's chat template.
-
-    Args:
-        tokenizer: the policy's tokenizer.
-        options: `chat_template_kwargs`.
-    """
+    """Renders conversations by one tokenizer's chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
         self.tokenizer: Any = tokenizer

@@ -61,13 +61,7 @@ class InvalidResult(TypeError):
 
 
 class Session:
-    """An environment (or None) and its tools. The environment is made by the first request.
-
-    Args:
-        make: makes the environment.
-        functions: further tools.
-        seed: seed of the prompt, for a `Conversation`.
-    """
+    """An environment (or None) and its tools. The environment is made by the first request."""
 
     def __init__(self, make: Callable[[], object] | None, functions: Sequence[Callable[..., Any]], seed: int) -> None:
         self._make, self._functions, self._seed = make, functions, seed
@@ -196,11 +190,7 @@ def require_text(content: object, who: str) -> None:
 
 
 def _text(result: object, who: str) -> str:
-    """Return a tool's result as the text that the model reads.
-
-    Raises:
-        InvalidResult: an image, or an object that has no text of its own.
-    """
+    """Return a tool's result as the text that the model reads."""
     require_text(result, f"{who} returned")
     text = parts_text(cast(list[dict[str, Any]], result)) if is_parts(result) else str(result)
     if _shows_address(result):

@@ -196,11 +196,7 @@ def maxrl(rewards: Rewards, *, eps: NotNegative = 1e-6) -> Rewards:
 
 @estimators.register("minimind")
 def minimind(
-    rewards: Rewards,
-    *,
-    clamp: Cap = 10.0,
-    eps: NotNegative = 1e-4,
-    batch_eps: NotNegative = 1e-8,
+    rewards: Rewards, *, clamp: Cap = 10.0, eps: NotNegative = 1e-4, batch_eps: NotNegative = 1e-8
 ) -> Rewards:
     r"""Normalised twice: a = clamp((r - mean) / (std + eps), +-clamp), then (a - mean) / (std + batch_eps).
 

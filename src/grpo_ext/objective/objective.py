@@ -19,14 +19,7 @@ from grpo_ext.objective.losses import Loss, find
 from grpo_ext.objective.options import asked_for, bind, option_defaults
 from grpo_ext.objective.ratios import full_precision, masked, on_tokens, ratios
 
-TENSORS = (
-    "log_ratio",
-    "advantages",
-    "per_token_logps",
-    "old_per_token_logps",
-    "mask",
-    "importance_sampling_ratio",
-)
+TENSORS = ("log_ratio", "advantages", "per_token_logps", "old_per_token_logps", "mask", "importance_sampling_ratio")
 """Tensors that a surrogate, its clip regions and its metrics may request."""
 KL_INPUTS = ("log_ref_ratio", "log_ratio", "mask")
 TURN_INPUTS = ("turn_rewards", "turns", "states")
@@ -205,10 +198,7 @@ class Objective:
         return {} if self.row.metrics is None else bind(self.row.metrics, tensors)(**self.options)
 
     def aggregate(
-        self,
-        per_token_loss: Float[Tensor, " batch #time"],
-        mask: Shaped[Tensor, "batch time"],
-        totals: StepTotals,
+        self, per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
     ) -> Float[Tensor, ""]:
         """Return this micro-batch's share of the optimizer step's loss."""
         function = aggregations[self.aggregation]

@@ -215,13 +215,7 @@ class PrefixSharing:
         return layout if self.size.gain(layout, device) > MARGIN else None
 
     def arranged(
-        self,
-        input_ids: Tensor,
-        mask: Tensor,
-        completion: int,
-        parents: Tensor | None = None,
-        *,
-        whole: bool = False,
+        self, input_ids: Tensor, mask: Tensor, completion: int, parents: Tensor | None = None, *, whole: bool = False
     ) -> tuple[Layout | None, np.ndarray | None]:
         """Return the packed layout of rows, None for the plain forward; and their `parents` if they are trees."""
         tree = None if parents is None else parents.cpu().numpy()

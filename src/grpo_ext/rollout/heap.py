@@ -5,22 +5,17 @@ training do not fit into and that glibc does not give back by itself.
 """
 
 import ctypes
-import os
 import sys
+
+import psutil
 
 LARGE = 2**32
 """Resident bytes from which on it is done: a smaller process has little to give back, and short generations."""
 
 
-def resident() -> int:
-    """Return the bytes of this process that are in memory; 0 on other systems than Linux."""
-    if sys.platform != "linux":
-        return 0
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def give_back() -> None:
     """Give what is free in the heap of a large process back to the system, with glibc."""
-    if resident() > LARGE and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
-        library.malloc_trim(0)
+    if sys.platform == "linux" and psutil.Process().memory_info().rss > LARGE:
+        library = ctypes.CDLL(None)
+        if hasattr(library, "malloc_trim"):
+            library.malloc_trim(0)

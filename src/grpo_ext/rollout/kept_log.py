@@ -11,11 +11,7 @@ from grpo_ext.packing.kept import encoded
 
 
 class KeptLog:
-    """Records, step by step, which tokens the logits processors of `generate` left to draw from.
-
-    Args:
-        rows: rows of the batch.
-    """
+    """Records, step by step, which tokens the logits processors of `generate` left to draw from."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

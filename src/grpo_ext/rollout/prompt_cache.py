@@ -69,12 +69,7 @@ class RoomyLayer(DynamicLayer):
 
 
 class RoomySlidingLayer(RoomyLayer):
-    """`DynamicSlidingWindowLayer` with spare room: it holds the last positions that a window reaches, of all `seen`.
-
-    Args:
-        layer: transformers' layer after the prompts.
-        rows: index of each row's prompt.
-    """
+    """`DynamicSlidingWindowLayer` with spare room: holds the last positions that a window reaches, of all `seen`."""
 
     is_sliding = True
 
@@ -111,12 +106,7 @@ class RoomySlidingLayer(RoomyLayer):
 
 
 class RowStates(LinearAttentionLayer):
-    """Recurrent states of every row; they have no positions.
-
-    Args:
-        layer: states of the prompts.
-        rows: index of each row's prompt.
-    """
+    """Recurrent states of every row; they have no positions."""
 
     def __init__(self, layer: LinearAttentionLayer, rows: Int[Tensor, " batch"]) -> None:
         super().__init__()

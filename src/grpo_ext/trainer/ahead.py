@@ -53,10 +53,6 @@ class Running:
 class RolloutsAhead:
     """The windows of a trainer that are sampled ahead, each by weights of exactly the same age.
 
-    Args:
-        trainer: the trainer.
-        sampler: runs beside it.
-
     Attributes:
         age: windows by which the weights that sampled the current window are older than the policy's.
         kept: windows of the checkpoint that the run continues from, until its first window.
@@ -204,16 +200,7 @@ class RolloutsAhead:
         finished: Finished | None = None,
         step: int | None = None,
     ) -> None:
-        """Ask for a window; only for its scores where its completions are there.
-
-        Args:
-            running: the state.
-            window: number of the window.
-            version: number of the weights that sample it.
-            count: rows of this process.
-            finished: completions, if they are there.
-            step: optimizer step after which it was asked for, if not now.
-        """
+        """Ask for a window; only for its scores where its completions are there."""
         trainer = self.trainer
         first = trainer.accelerator.process_index * count
         rows = [trainer.train_dataset[i] for i in next(running.drawn)[first : first + count]]
@@ -240,12 +227,7 @@ class RolloutsAhead:
 
 
 def upcoming(sampler: Any, rows: int) -> Iterator[list[int]]:
-    """Yield the numbers of the `rows` rows of each generation of all processes, epoch after epoch.
-
-    Args:
-        sampler: a new one of TRL's.
-        rows: of a generation.
-    """
+    """Yield the numbers of the `rows` rows of each generation of all processes, epoch after epoch."""
     sampler.repeat_count = 1
     while True:
         drawn = iter(sampler)

@@ -213,17 +213,13 @@ def _write(path: Path, state: TrainerState, rows: Iterable[Logs], mode: str) -> 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, mode, encoding="utf-8") as file:
-            file.writelines(json.dumps(as_json(row)) + "\n" for row in rows)
+            file.writelines(json.dumps({name: _value(value) for name, value in row.items()}) + "\n" for row in rows)
     except OSError as error:
         logger.warning(f"{path} could not be written ({error}); training continues.")
 
 
-def as_json(row: Logs) -> dict[str, Any]:
-    """Return a log with values for JSON: numbers, null for NaN and inf, text for everything else."""
-    return {name: _value(value) for name, value in row.items()}
-
-
 def _value(value: Any) -> Any:
+    """Return a value for JSON: a number, null for NaN and inf, text for everything else."""
     if value is None or isinstance(value, bool | int | str):
         return value
     try:

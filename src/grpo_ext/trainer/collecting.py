@@ -31,7 +31,6 @@ from grpo_ext.rollout.seeing import Tokenized, each_alone, images_in
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
 from grpo_ext.rollout.transformers_engine import transformers_sampler
 from grpo_ext.rollout.turn_engines import ServerEngine, WaveEngine
-from grpo_ext.rollout.vllm.lazy_import import server_sampler
 from grpo_ext.trainer import tool_environments
 from grpo_ext.trainer.acting import Acting, Played, limits_of
 from grpo_ext.trainer.ahead import RolloutsAhead
@@ -74,11 +73,7 @@ class Collector:
         return 0 if self.ahead is None else self.ahead.age
 
     def generation(self, rows: list[dict[str, Any]]) -> Collected:
-        """Return the next generation of the trainer, in training or evaluation; collective.
-
-        Args:
-            rows: of the dataset, those of this process.
-        """
+        """Return the next generation of the trainer, in training or evaluation; collective."""
         trainer, training = self.trainer, self.trainer.model.training
         attempts = trainer.attempt_ids(len(rows))
         with self.ahead.taking(rows) if self.ahead is not None and training else nullcontext():
@@ -336,7 +331,9 @@ def collector_of(trainer: Any, rewards: RewardCollector, acting: Acting | None) 
     own: PolicySampler = trainer.vllm_generation if args.use_vllm else transformers_sampler(trainer, args)
     beside: Sampler | None = process_sampler(trainer, args)
     if samples_by_server(args):
-        beside = server_sampler(trainer.vllm_generation)
+        from grpo_ext.rollout.vllm.sampler import ServerSampler  # with vLLM
+
+        beside = ServerSampler(trainer.vllm_generation)
     if args.dynamic_sampling is not None:
         dynamic = DynamicSampler(
             args,

@@ -282,12 +282,7 @@ PATIENCE = 5
 
 
 class AdvantageMonitor:
-    """Warns once after PATIENCE generations of training in which every advantage was zero.
-
-    Args:
-        names: the rewards, as they are logged.
-        warns: True on one process.
-    """
+    """Warns once after PATIENCE generations of training in which every advantage was zero."""
 
     def __init__(self, names: list[str], *, warns: bool = True) -> None:
         self.names = names

@@ -17,12 +17,7 @@ from grpo_ext.errors import NonFiniteError
 from grpo_ext.packing.micro_batches import live_mask
 from grpo_ext.trainer.checkpoints.processes import everywhere, local
 
-BEFORE_THE_FORWARD = (
-    "advantages",
-    "importance_sampling_ratio",
-    "ref_per_token_logps",
-    "old_per_token_logps",
-)
+BEFORE_THE_FORWARD = ("advantages", "importance_sampling_ratio", "ref_per_token_logps", "old_per_token_logps")
 ORDER = ("rewards", *BEFORE_THE_FORWARD, "per_token_logps", "per_token_loss", "loss", "gradient")
 """Tensors to check, in order of computation.
 

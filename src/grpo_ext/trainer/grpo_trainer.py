@@ -40,14 +40,7 @@ from grpo_ext.rollout.trajectories import completed
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
 from grpo_ext.trainer.acting import Acting, sampling_of
-from grpo_ext.trainer.batches import (
-    Generation,
-    counted,
-    counted_once,
-    forward_only,
-    padded,
-    stock_totals,
-)
+from grpo_ext.trainer.batches import Generation, counted, counted_once, forward_only, padded, stock_totals
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.collecting import collector_of

@@ -379,11 +379,7 @@ class Lifecycle(GRPOTrainer):
             super()._load_best_model()
 
     def _account(self, folder: Path, load_result: Any) -> None:
-        """Load what a checkpoint holds under other names than the model's; a tied weight is stored once.
-
-        Raises:
-            ConfigError: weights are missing or unexpected.
-        """
+        """Load what a checkpoint holds under other names than the model's; a tied weight is stored once."""
         model = self.accelerator.unwrap_model(self.model)
         stored_once = {*(getattr(model, "all_tied_weights_keys", None) or ()), *(model._keys_to_ignore_on_save or ())}
         missing = [name for name in load_result.missing_keys if name not in stored_once]
@@ -391,11 +387,7 @@ class Lifecycle(GRPOTrainer):
             state.load_renamed(model, folder, missing)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the random streams; then evaluate if the run was stopped before an evaluation that was due.
-
-        Raises:
-            _EndedByEvaluation: the evaluation ends the training, which would make one more step before it looks.
-        """
+        """Restore the random streams; then evaluate if the run was stopped before an evaluation that was due."""
         with naming_checkpoint(checkpoint):
             super()._load_rng_state(checkpoint)
         resumed = self._resumed

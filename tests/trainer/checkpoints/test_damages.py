@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from grpo_ext import ConfigError
-from grpo_ext.trainer.checkpoints.choice import checkpoint_to_resume
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, _digest, damage, seal
 from support import tiny
+from support.resuming import checkpoint_to_resume
 from support.trainers import build
 
 CASES = yaml.safe_load((Path(__file__).parent / "damages.yaml").read_text())

@@ -28,11 +28,7 @@ def parse(body: bytes) -> ChatRequest:
 
 
 def _conversation(given: Mapping[str, Any]) -> list[Message]:
-    """Return instructions and input as messages of a chat.
-
-    Raises:
-        Refused: there is no input, or an item is neither a message nor of a function.
-    """
+    """Return instructions and input as messages of a chat."""
     items = given.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list) or not items:

@@ -185,11 +185,7 @@ class Endpoint:
         return _json({"object": "list", "data": [model]})
 
     def _line(self, request: "Request") -> Line:
-        """Return the line of a request with its key.
-
-        Raises:
-            Refused: it has another key, or the attempt is over.
-        """
+        """Return the line of a request with its key."""
         headers, number = request.headers, request.path_params["line"]
         given = (headers.get("authorization", "").partition(" ")[2], headers.get("x-api-key", ""))
         number = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
@@ -263,11 +259,7 @@ def _ended() -> Refused:
 
 
 async def _body(request: "Request") -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        Refused: it has more than `LARGEST` bytes, or the agent has left before its end.
-    """
+    """Return the body of a request."""
     from starlette.requests import ClientDisconnect
 
     found = bytearray()

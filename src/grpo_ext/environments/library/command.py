@@ -108,11 +108,7 @@ class Command(Agent):
         return self._number(folder) if self._reward == "file" else None
 
     def _status(self, command: Sequence[str], row: Mapping[str, Any], folder: Path, own: Mapping[str, str]) -> int:
-        """Run a command to its end. Return its exit status, or minus the signal that ended it.
-
-        Raises:
-            CommandFailed: it cannot be started.
-        """
+        """Run a command to its end. Return its exit status, or minus the signal that ended it."""
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # that is ours
         inherited["PWD"] = str(folder)  # which some programs trust more than their working directory
         arguments = [filled(part, row) for part in command]

@@ -92,12 +92,7 @@ def _value(text: str) -> Any:
 
 
 class _Shell:
-    """Splits a script into commands, and fills in the variables that it assigns.
-
-    Args:
-        text: the script.
-        variables: name -> entries of the array, or the one value; assignments are added.
-    """
+    """Splits a script into commands, and fills in the variables that it assigns."""
 
     def __init__(self, text: str, variables: dict[str, list[str]]) -> None:
         self.text, self.at, self.variables = text, 0, variables
@@ -113,7 +108,8 @@ class _Shell:
         while self.at < len(self.text):
             if self._skip(_BLANK):
                 continue
-            if self._operator():
+            # a <name> is a placeholder that the reader replaces
+            if self.text[self.at] in "\n;|&(){}<>" and not _PLACEHOLDER.match(self.text, self.at):
                 if words:
                     yield words
                 guarded = self.text.startswith(("&&", "||"), self.at)
@@ -138,10 +134,6 @@ class _Shell:
         found = pattern.match(self.text, self.at)
         self.at = found.end() if found else self.at
         return found is not None
-
-    def _operator(self) -> bool:
-        """Return whether an operator follows; a `<name>` is a placeholder that the reader replaces."""
-        return self.text[self.at] in "\n;|&(){}<>" and not _PLACEHOLDER.match(self.text, self.at)
 
     def _assigned(self) -> list[str]:
         if not self.text.startswith("(", self.at):

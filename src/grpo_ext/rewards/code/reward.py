@@ -141,13 +141,7 @@ def judge(
 
 
 def _score(
-    program: str,
-    tests: list[Any],
-    *,
-    partial: bool,
-    total_timeout: float,
-    limits: sandbox.Limits,
-    **options: Any,
+    program: str, tests: list[Any], *, partial: bool, total_timeout: float, limits: sandbox.Limits, **options: Any
 ) -> float | None:
     if not tests:
         return None

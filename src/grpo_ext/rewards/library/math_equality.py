@@ -158,9 +158,6 @@ def _limited(function: Callable[[int | None], T]) -> T:
     """Return the result of `function`, which gets the time limit to pass to math-verify.
 
     The limit is an alarm signal, so it works in the main thread only, where workers score. Elsewhere it is None.
-
-    Raises:
-        OutOfTime: it took longer.
     """
     from math_verify.errors import TimeoutException
 

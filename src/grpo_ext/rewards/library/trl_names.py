@@ -59,11 +59,7 @@ def think_format_reward(completions: list[Completion], **columns: Any) -> list[f
 
 @rewards.register("get_soft_overlong_punishment", independent=True)
 def soft_overlong_punishment_reward(  # the name under which TRL logs it
-    completion_ids: list[list[int]],
-    *,
-    max_completion_len: int = 1280,
-    soft_punish_cache: int = 256,
-    **columns: Any,
+    completion_ids: list[list[int]], *, max_completion_len: int = 1280, soft_punish_cache: int = 256, **columns: Any
 ) -> list[float]:
     """TRL's `get_soft_overlong_punishment`, with the lengths (in tokens) that TRL's script fixes as defaults."""
     from trl.rewards import get_soft_overlong_punishment

@@ -17,13 +17,6 @@ def clipped_score(score: float | None, clip: float = 3.0) -> float | None:
     return max(-clip, min(clip, float(score)))
 
 
-def blend(full: float | None, answer: float | None, answer_weight: float = 0.6) -> float | None:
-    """Return (1 - w) full + w answer; None if either is None."""
-    if full is None or answer is None:
-        return None
-    return (1 - answer_weight) * full + answer_weight * answer
-
-
 def blended_scores(
     score: ChatScorer, prompts: Sequence[Completion], completions: Sequence[Completion], answer_weight: float
 ) -> list[float | None]:
@@ -37,7 +30,8 @@ def blended_scores(
     scores = list(score(chats + [chat_of(prompts[i], answer) for i, answer in marked.items()]))
     parts, answer_scores = scores[: len(chats)], scores[len(chats) :]
     for i, answer_score in zip(marked, answer_scores, strict=True):
-        parts[i] = blend(parts[i], answer_score, answer_weight)
+        if (full := parts[i]) is not None:
+            parts[i] = None if answer_score is None else (1 - answer_weight) * full + answer_weight * answer_score
     return parts
 
 

@@ -199,11 +199,7 @@ def _named(jobs: Sequence[Job]) -> str:
 
 
 def _patience(waited: Wait) -> float:
-    """Return seconds for which to wait now.
-
-    Raises:
-        Interrupted: a signal ends the run.
-    """
+    """Return seconds for which to wait now."""
     try:
         return waited.look()
     except WaitedInVain as error:

@@ -124,11 +124,7 @@ class ProcessSampler:
             raise
 
     def _running(self) -> "_Process":
-        """Return the process; start it if there is none.
-
-        Raises:
-            SamplerLost: the sampler was closed.
-        """
+        """Return the process; start it if there is none."""
         with self._starting:
             if self._closed:
                 raise SamplerLost("the process that samples was closed")

@@ -278,11 +278,7 @@ class Client(VLLMClient):
     def _send_by_nccl(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
     ) -> None:
-        """Broadcast all weights; NCCL itself waits without end for a server that has died.
-
-        Raises:
-            ServerTrouble: a request failed, or no tensor was sent for `patience` seconds; the group is closed.
-        """
+        """Broadcast all weights; NCCL itself waits without end for a server that has died."""
         communicator: Any = self.communicator
         failures = self._failures
         send = super().update_named_params

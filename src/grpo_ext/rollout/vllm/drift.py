@@ -67,10 +67,6 @@ def tolerance(*dtypes: torch.dtype) -> float:
 class DriftCheck:
     """Compares the sampler with the policy whose weights were pushed to it.
 
-    Args:
-        args: the trainer's settings.
-        sampler: the trainer's `vllm_generation`.
-
     Attributes:
         due: whether a generation has not been compared yet; the trainer sets it.
         first: drift of the first push.

@@ -120,11 +120,7 @@ class Generation(vllm_generation.VLLMGeneration):
             super()._init_vllm()
 
     def _check_policy(self) -> None:
-        """Check that the engine can be given this policy.
-
-        Raises:
-            ConfigError: it would sample from another one.
-        """
+        """Check that the engine can be given this policy."""
         problems = [*unpushable(self.model, on_cpu=self.accelerator.device.type == "cpu")]
         if is_quantised(self.model) and (self._dist.is_fsdp or self._dist.is_zero3):
             problems.append(sharded_problem("quantization_config", ABSENT))
@@ -427,11 +423,7 @@ class Generation(vllm_generation.VLLMGeneration):
         return tuple(part and part[: len(prompts)] for part in made)
 
     def _answered(self, ask: Callable[[], Completions | None]) -> Completions:
-        """Return what `ask` returns; while the server does not answer, push the weights and ask again; collective.
-
-        Raises:
-            ServerLost: it died and did not come back; on all processes.
-        """
+        """Return what `ask` returns; while the server does not answer, push the weights and ask again; collective."""
         troubles: list[Exception] = []
         while (answer := ask()) is None:
             if self.accelerator.is_main_process:

@@ -50,21 +50,12 @@ def open_store(address: str, port: int, timeout: float, *, trainer: bool) -> TCP
     listening = _listening(address, port)  # a store by itself would listen at every address of the machine
     port = listening.getsockname()[1]
     return TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=limit,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
+        address, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening.detach()
     )
 
 
 def _listening(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at `address`.
-
-    Raises:
-        RuntimeError: the port is taken, or the address does not belong to this machine.
-    """
+    """Return a socket that listens at `address`."""
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     try:
         return socket.create_server(place, family=family)

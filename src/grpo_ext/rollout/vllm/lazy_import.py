@@ -9,15 +9,12 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import scores_kept_sets
-
-if TYPE_CHECKING:
-    from grpo_ext.rollout.vllm.sampler import ServerSampler
 
 _VLLM_USERS = ("trl.generation", "trl.generation.vllm_client", "trl.generation.vllm_generation")
 _hidden = not sys.modules.keys() & {"vllm", *_VLLM_USERS} and find_spec("vllm") is not None
@@ -30,7 +27,7 @@ finally:
         del sys.modules["vllm"]
 
 GRPOTrainer = grpo_trainer.GRPOTrainer
-__all__ = ["GRPOTrainer", "grpo_trainer", "server_sampler", "with_our_generation"]
+__all__ = ["GRPOTrainer", "grpo_trainer", "with_our_generation"]
 
 
 def _stock_generation(*args: Any, **kwargs: Any) -> object:
@@ -60,10 +57,3 @@ def with_our_generation(args: GRPOExtConfig) -> AbstractContextManager[None]:
         keeps=scores_kept_sets(args),
     )
     return temporarily(grpo_trainer, VLLMGeneration=ours)
-
-
-def server_sampler(generation: object) -> "ServerSampler":
-    """Return the sampler of a trainer's `vllm_generation` that is connected to a server."""
-    from grpo_ext.rollout.vllm.sampler import ServerSampler
-
-    return ServerSampler(cast(Any, generation))

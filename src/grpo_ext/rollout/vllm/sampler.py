@@ -33,9 +33,6 @@ class ServerSampler:
     this object is made. Weights go to the server from the main process, which keeps a copy of them in its memory: if
     the server dies while a request waits, a thread of the main process pushes the copy once the server is back, and
     the request is sent again. No collective is started by a thread other than the main one.
-
-    Args:
-        generation: the trainer's `vllm_generation`.
     """
 
     _client: Client
@@ -61,11 +58,7 @@ class ServerSampler:
         self._closed = False
 
     def _connected(self) -> Client:
-        """Return the client of this process: the main one's that pushes weights, or one for requests only.
-
-        Raises:
-            ServerLost: a process could not reach the server; on all processes.
-        """
+        """Return the client of this process: the main one's that pushes weights, or one for requests only."""
         generation = self._generation
         with failing_together():
             try:

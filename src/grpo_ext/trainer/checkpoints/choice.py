@@ -6,17 +6,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from transformers import TrainerState
-from transformers.utils import (
-    ADAPTER_SAFE_WEIGHTS_NAME,
-    ADAPTER_WEIGHTS_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
 
 from grpo_ext.bounded import read_json
-from grpo_ext.config.resuming import FRESH_START, requested
+from grpo_ext.config.resuming import FRESH_START
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, STATE, UNSEALED, damage, step_of
@@ -27,12 +19,8 @@ OBJECTIVE_FILE = "objective.json"
 _LARGEST_STATE = 2**30
 """Most bytes of a trainer state, which holds the whole log."""
 WEIGHTS = (
-    ADAPTER_SAFE_WEIGHTS_NAME,
-    ADAPTER_WEIGHTS_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
+    *("adapter_model.safetensors", "adapter_model.bin", "model.safetensors.index.json", "model.safetensors"),
+    *("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
 """File names of saved models: a complete model has at least one of these files."""
 
@@ -41,18 +29,6 @@ class Sound(str):
     """Path of a checkpoint whose files have been verified, which takes minutes for large ones."""
 
     __slots__ = ()
-
-
-def checkpoint_to_resume(output_dir: Path, asked: object) -> Sound | None:
-    """Return the checkpoint to resume from: the one `asked` for, else the newest sound one in `output_dir`.
-
-    Raises:
-        ConfigError: the one that was asked for is damaged, or all are.
-    """
-    request = requested(asked)
-    if request is None:
-        return newest_sound(output_dir)
-    return None if request == FRESH_START else named(Path(str(asked)))
 
 
 def numbered(output_dir: Path, beyond: int = -1) -> list[Path]:

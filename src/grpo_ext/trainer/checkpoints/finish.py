@@ -56,10 +56,6 @@ def _malformed(content: Any) -> str | None:
 def already_done(output_dir: Path, here: Mapping[str, Any]) -> str | None:
     """Return a message if this run is complete and its model sound; None if there is something left to do.
 
-    Args:
-        output_dir: the run's folder.
-        here: the run's record.
-
     Raises:
         ConfigError: another run has finished here.
     """

@@ -47,11 +47,7 @@ def later_turns(
 
 
 def depths(parents: Int[Tensor, "rows time"]) -> Int[Tensor, "rows time"]:
-    """Return the place of each token behind the prompt in its own context: 0 for the first, and inside the prompt.
-
-    Args:
-        parents: as in a micro-batch.
-    """
+    """Return the place of each token behind the prompt in its own context: 0 for the first, and inside the prompt."""
     found = (_before(parents) + 1).repeat(len(parents), 1)
     for row, column in (parents != _before(parents)).nonzero().tolist():
         parent = int(parents[row, column])

@@ -285,11 +285,7 @@ TENSORS, VALUES = 8, 128
 
 
 class Watching(TrainerCallback):
-    """Measures the logged steps, and reads each log like `grpo-ext diagnose`.
-
-    Args:
-        metrics: the trainer's metrics of training.
-    """
+    """Measures the logged steps, and reads each log like `grpo-ext diagnose`."""
 
     def __init__(self, metrics: MutableMapping[str, list[float]]) -> None:
         self.metrics = metrics
