@@ -48,7 +48,7 @@ LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length", "completions
 KIND = ("device", "precision", "lora", "threads", "tokens")
 COLUMNS = (
     *("", "steps", *(f"{part} s" for part in (*PARTS, "whole"))),
-    *("stock's whole / this", "a decoded token, in copies of the 16-bit weights", "peak GiB"),
+    *("stock's whole / this", "a decoded token, in copies of the 16-bit weights", "its products alone", "peak GiB"),
 )
 
 
@@ -164,7 +164,10 @@ def run(options) -> dict:
     trainer.train()
     log = [row for row in trainer.state.log_history if "loss" in row]
     logged = [{name: row[name] for name in LOGGED} for row in log]
-    return {"steps": clock.steps, "logged": logged, "gib": peak(options.device) / 2**30, "copy": copy}
+    found = {"steps": clock.steps, "logged": logged, "gib": peak(options.device) / 2**30, "copy": copy}
+    if options.side == "grpo-ext" and (options.device, options.precision) == ("cpu", "bf16"):
+        found["products"] = multiplying(trainer.model)
+    return found
 
 
 def synchronized() -> float:
@@ -197,6 +200,23 @@ def copying(numbers: int, device: str, now) -> float:
         target.copy_(source)
         seconds.append(now() - began)
     return statistics.median(seconds)
+
+
+def multiplying(model) -> float:
+    """Median seconds of the products with weights that decode a token of each row, and of nothing else."""
+    import torch
+
+    from grpo_ext.rollout.blocked_weights import WORTH, blocked
+
+    layers, seconds = [module for module in model.modules() if type(module) is torch.nn.Linear], []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), blocked(model, ROWS, WORTH):
+        states = [torch.randn(ROWS, 1, layer.in_features, dtype=torch.bfloat16) for layer in layers]
+        for _ in range(6):
+            began = time.perf_counter()
+            for layer, state in zip(layers, states, strict=True):
+                layer(state)
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])  # the first makes the blocks
 
 
 def page(lines: list[dict]) -> str:
@@ -252,8 +272,10 @@ def row_of(side: str, lines: list[dict]) -> str:
     rollouts = [step["rollout"] for line in own for step in line["steps"]]
     each = [took / longest / line["copy"] for took, (line, longest) in zip(rollouts, tokens, strict=True)]
     token = f"{statistics.median(each):.2f}"
+    products = [line["products"] / line["copy"] for line in own if "products" in line]
+    alone = f"{statistics.median(products):.2f}" if products else ""
     gib = f"{statistics.median(line['gib'] for line in own):.1f}"
-    return "| " + " | ".join((SIDES[side], str(len(steps)), *parts, spread, token, gib)) + " |"
+    return "| " + " | ".join((SIDES[side], str(len(steps)), *parts, spread, token, alone, gib)) + " |"
 
 
 def measured(options, side: str, seed: int) -> dict:
