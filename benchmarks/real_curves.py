@@ -73,8 +73,8 @@ def page(curves: dict[str, dict]) -> str:
     text = [
         "# A real model learns GSM8K on a CPU",
         "",
-        "Each recipe by the command of its header, and one with a further reward. The first 300 problems of the test split, answered greedily; "
-        "intervals at 95 %, the gain paired by problem; hours of all steps.",
+        "Each recipe by the command of its header, and one with a further reward. The first 300 problems of the test "
+        "split, answered greedily; intervals at 95 %, the gain paired by problem; hours of all steps.",
         "",
         "| recipe | step | right | gain | layout | tokens | cut off | hours |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
