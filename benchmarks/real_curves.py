@@ -13,6 +13,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpo_ext.evaluation.results import Result
 
 FOLDER = Path(__file__).parent
 RESULT = FOLDER / "results" / "real_curves.json"
@@ -29,17 +33,39 @@ KEPT = {
 """Figures of a step that are kept, by the names that metrics.jsonl gives them."""
 HELD_OUT = {"right": "avg@1", "format": "rewards/format", "tokens": "tokens", "cut off": "truncated"}
 """The same of an evaluation."""
+ROOM = 400
+"""Tokens with which the untrained model is evaluated too, to tell what shorter answers alone bring."""
 SMOOTH = 5
 """Steps whose mean the picture shows."""
+
+
+def command(name: str, recipe: str, model: str, data: str, output: Path, *further: str) -> None:
+    """Run a command on a recipe with a model and data of this machine."""
+    places = ["--model_name_or_path", model, "--dataset_name", data, "--dataset_config", "default"]
+    argv = [name, "--config", recipe, *places, "--output_dir", str(output), *further]
+    subprocess.run([sys.executable, "-m", "grpo_ext", *argv], check=True)
 
 
 def trained(recipe: str, model: str, data: str) -> Path:
     """Train a recipe, or the rest of it, and return its folder."""
     output = RUNS / Path(recipe).name
-    places = ["--model_name_or_path", model, "--dataset_name", data, "--dataset_config", "default"]
-    argv = ["train", "--config", recipe, *places, "--output_dir", str(output)]
-    subprocess.run([sys.executable, "-m", "grpo_ext", *argv], check=True)
+    command("train", recipe, model, data, output)
     return output
+
+
+def untrained(model: str, data: str) -> dict:
+    """Return the evaluation of the untrained model with room for longer answers."""
+    from grpo_ext.evaluation.results import EVALUATION, Result
+
+    output = RUNS / "untrained"
+    command("eval", RECIPES[0], model, data, output, "--max_completion_length", str(ROOM))
+    (file,) = (path for path in (output / EVALUATION / "test").glob("*.json"))
+    return {"steps": [], "held out": [{"step": 0} | kept(Result.read(file))]}
+
+
+def kept(result: "Result") -> dict:
+    """Return the figures of an evaluation that are kept."""
+    return {name: result.figures[key]._asdict() for name, key in HELD_OUT.items()}
 
 
 def report(run: Path, hub_names: dict[str, str]) -> None:
@@ -60,10 +86,8 @@ def read(run: Path) -> dict:
     files = (run / EVALUATION / "test").glob("step_*[0-9].json")
     found = sorted(map(Result.read, files), key=lambda one: one.step)
     return {
-        "steps": [{"step": step} | kept for step, kept in sorted(steps.items())],
-        "held out": [
-            {"step": one.step} | {name: one.figures[key]._asdict() for name, key in HELD_OUT.items()} for one in found
-        ],
+        "steps": [{"step": step} | figures for step, figures in sorted(steps.items())],
+        "held out": [{"step": one.step} | kept(one) for one in found],
         "gain": gain(found[0].right, found[-1].right)._asdict(),
     }
 
@@ -80,12 +104,12 @@ def page(curves: dict[str, dict]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, curve in curves.items():
-        first, *_, last = held = curve["held out"]
+        held = curve["held out"]
         for at in held:
-            gained = interval(curve["gain"]) if at is last else ""
+            gained = interval(curve["gain"]) if at is held[-1] and "gain" in curve else ""
             hours = sum(step["seconds"] or 0.0 for step in curve["steps"] if step["step"] <= at["step"]) / 3600
             layout, tokens, cut = (at[key]["mean"] for key in ("format", "tokens", "cut off"))
-            row = (f"`{name}`" if at is first else "", f"{at['step']}", interval(at["right"]), gained)
+            row = (f"`{name}`" if at is held[0] else "", f"{at['step']}", interval(at["right"]), gained)
             row += (f"{layout:.2f}", f"{tokens:.0f}", f"{cut:.2f}", f"{hours:.1f}")
             text.append("| " + " | ".join(row) + " |")
     shown = "[The report of the first](../docs/example_report.html), as `grpo-ext report` writes it."
@@ -104,6 +128,7 @@ def picture(curves: dict[str, dict]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    curves = {name: curve for name, curve in curves.items() if curve["steps"]}
     figure, axes = plt.subplots(len(curves), 3, figsize=(12, 3.2 * len(curves)), squeeze=False, sharex="row")
     for (name, curve), (accuracy, length, form) in zip(curves.items(), axes, strict=True):
         at = [step["step"] for step in curve["steps"]]
@@ -140,6 +165,8 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     options = parser.parse_args()
     curves = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    if (name := f"untrained, up to {ROOM} tokens") not in curves:
+        curves[name] = untrained(options.model, options.data)
     for recipe in options.recipes:
         run = trained(recipe, options.model, options.data)
         curves[recipe] = read(run)
