@@ -171,27 +171,32 @@ def test_an_error_of_a_step_is_one_line(recipe, error, monkeypatch, capsys):
     assert capsys.readouterr().err.strip().endswith("the sampler and the reward are gone")
 
 
-def folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("grpo_ext_probe_*"))
+@pytest.fixture
+def temporary(tmp_path_factory, monkeypatch) -> Path:
+    """The folder of temporary files of this test alone."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
-def test_the_folder_of_a_probe_stays_only_where_an_error_names_it():
-    before = folders()
+def probes(temporary) -> list[Path]:
+    return list(temporary.glob("grpo_ext_probe_*"))
+
+
+def test_the_folder_of_a_probe_stays_only_where_an_error_names_it(temporary):
     for error in (OSError("no space"), KeyboardInterrupt()):
         with pytest.raises(type(error)), probe.temporary_folder():
             raise error
-    assert folders() == before
+    assert not probes(temporary)
     with pytest.raises(OSError, match=r"batch\.pt"), probe.temporary_folder() as folder:
         raise OSError(f"The batch is in {folder}/batch.pt")
-    assert folders() - before == {Path(folder)}
-    Path(folder).rmdir()
+    assert probes(temporary) == [Path(folder)]
 
 
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_probe_in_one_line_and_leaves_nothing(recipe, number, tmp_path, monkeypatch, capsys):
-    here, there = sorted(tmp_path.iterdir()), folders()
-    stock = probe.trained
+def test_a_signal_ends_a_probe_and_leaves_nothing(recipe, number, tmp_path, temporary, monkeypatch, capsys):
+    before, stock = sorted(tmp_path.iterdir()), probe.trained
 
     def trained(trainer, windows):
         training_step = trainer.training_step
@@ -201,7 +206,8 @@ def test_a_signal_ends_a_probe_in_one_line_and_leaves_nothing(recipe, number, tm
     monkeypatch.setattr(probe, "trained", trained)
     assert command(*recipe()) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "grpo-ext check: interrupted."
-    assert (sorted(tmp_path.iterdir()), folders()) == (here, there)
+    assert sorted(tmp_path.iterdir()) == before
+    assert not probes(temporary)
 
 
 def test_a_gpu_reports_what_was_allocated(monkeypatch):

@@ -80,13 +80,9 @@ def estimate(
 def blocks(training: GRPOExtArguments, shape: Shape, dtype: str | None, parameters: int) -> int:
     """Return how many weights a rollout on a CPU multiplies in blocks: those of linear layers in bfloat16."""
     grouped = training.rollout_engine_resolved != "generate" and not training.use_transformers_continuous_batching
-    if not (
-        training.use_cpu and grouped and dtype == "bfloat16" and int(training.max_completion_length or 0) >= WORTH
-    ):
-        return 0
-    if not (is_for_another(training) or can_block()):
-        return 0
-    return parameters - (0 if shape.tied else shape.head)
+    long = int(training.max_completion_length or 0) >= WORTH
+    made = training.use_cpu and grouped and long and dtype == "bfloat16" and (is_for_another(training) or can_block())
+    return parameters - (0 if shape.tied else shape.head) if made else 0
 
 
 def _engine(training: GRPOExtArguments, weights: int) -> int:
