@@ -33,7 +33,8 @@ def test_it_computes_what_transformers_computes(queries, mask, key_heads, scalin
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
-def test_keys_are_not_copied_for_each_query_head(monkeypatch):
+@pytest.mark.parametrize("padding", [1, 0], ids=["rows of two lengths", "of one"])
+def test_keys_are_not_copied_for_each_query_head(padding, monkeypatch):
     heads = []
     stock = torch.nn.functional.scaled_dot_product_attention
 
@@ -43,11 +44,11 @@ def test_keys_are_not_copied_for_each_query_head(monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     model = tiny.model()
-    ids = torch.tensor([[0, 5, 6], [7, 8, 9]])
+    ids = torch.tensor([[0 if padding else 4, 5, 6], [7, 8, 9]])
     cache = model(ids, attention_mask=(ids > 0).long()).past_key_values
     heads.clear()
     with grouped_queries.selected(model):
-        mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+        mask = torch.tensor([[1 - padding, 1, 1, 1], [1, 1, 1, 1]])
         model(ids[:, -1:], attention_mask=mask, past_key_values=cache)
     config = model.config
     shared = config.num_attention_heads // config.num_key_value_heads

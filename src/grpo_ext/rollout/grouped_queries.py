@@ -1,7 +1,8 @@
 """Attention of one new token over a cache, in which the query heads that share a key head are its queries.
 
 transformers' sdpa copies keys and values for each query head at each token where the batch has padding: seven times
-the cache with 14 heads over 2. Registered with transformers as "grpo_ext_grouped_queries".
+the cache with 14 heads over 2. Where it has none torch's own grouped attention runs, five times slower on a CPU.
+Registered with transformers as "grpo_ext_grouped_queries".
 """
 
 from contextlib import AbstractContextManager
@@ -32,8 +33,8 @@ def attention(
 ) -> tuple[Float[Tensor, "rows queries heads value_size"], None]:
     """Compute what transformers' sdpa computes; called by transformers."""
     groups = query.shape[1] // key.shape[1]
-    masked = attention_mask is not None and attention_mask.shape[1:3] == (1, 1)
-    if groups == 1 or query.shape[2] != 1 or not masked or dropout or kwargs.get("position_bias") is not None:
+    one_mask = attention_mask is None or attention_mask.shape[1:3] == (1, 1)
+    if groups == 1 or query.shape[2] != 1 or not one_mask or dropout or kwargs.get("position_bias") is not None:
         given = {"scaling": scaling, "dropout": dropout} | kwargs
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     together = query[:, :, 0].unflatten(1, (-1, groups))
