@@ -1,8 +1,9 @@
 """Correctness, then speed and peak memory, on the GPU of this machine: `make bench-gpu`.
 
-Each part is a process with a time limit, so that one that crashes or hangs costs only its own lines; together they end
-within ten minutes. Results are written after each part, to results/gpu.json. With `--device cpu` a small form of each
-part runs in a minute, and build/gpu_cpu.json gets its results.
+Each part is a process with a time limit, so that one that crashes or hangs costs only its own lines. Checks without
+vLLM run together, the others in turn; all end within ten minutes. Results are written after each part, to
+results/gpu.json. With `--device cpu` a small form of each part runs in a minute, and build/gpu_cpu.json gets its
+results.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,19 +37,27 @@ class Part(NamedTuple):
     seconds: int
     packages: tuple[str, ...] = ()
     gpus: int = 0
+    beside: bool = False
+    """Runs at the same time as the others with this mark."""
 
 
 PARTS = {
-    "attention in bfloat16": Part("gpu_checks.py", "attention", 40),
-    "on-policy log-ratio": Part("gpu_checks.py", "on_policy", 60),
-    "sharing on and off": Part("gpu_checks.py", "sharing", 50),
-    "vLLM server, NCCL push": Part("gpu_checks.py", "server", 110, ("vllm",), 2),
+    "attention in bfloat16": Part("gpu_checks.py", "attention", 130, beside=True),
+    "on-policy log-ratio": Part("gpu_checks.py", "on_policy", 130, beside=True),
+    "sharing on and off": Part("gpu_checks.py", "sharing", 130, beside=True),
+    "every loss, beside float64": Part("gpu_checks.py", "every_loss", 130, beside=True),
+    "killed and resumed": Part("gpu_checks.py", "resume", 130, beside=True),
+    "rollouts": Part("gpu_checks.py", "rollouts", 130, beside=True),
+    "adapters in fp16 and on 4 bits": Part("gpu_checks.py", "adapters", 130, ("bitsandbytes",), beside=True),
+    "check's memory, 0.5 B": Part("gpu_checks.py", "memory", 130, (), 1, beside=True),
+    "quickstart/grpo by accelerate launch": Part("gpu_checks.py", "recipe", 130, beside=True),
+    "vLLM server, NCCL push": Part("gpu_checks.py", "server", 90, ("vllm",), 2),
     "vLLM colocated, sleep mode": Part("gpu_checks.py", "colocate", 80, ("vllm",), 1),
     "QLoRA with vLLM": Part("gpu_checks.py", "qlora", 80, ("vllm", "bitsandbytes"), 1),
     "speed, 0.5 B": Part("gpu_speed.py", "0.5 B", 90),
     "speed, 1.7 B": Part("gpu_speed.py", "1.7 B", 90, (), 1),
 }
-"""In this order; their limits add up to ten minutes."""
+"""In this order; the limits of those in turn, and the longest of those together, add up to ten minutes."""
 
 
 def missing(part: Part, device: str) -> str | None:
@@ -95,6 +106,13 @@ def machine(device: str) -> dict[str, Any]:
     return {"device": card, "devices": torch.cuda.device_count(), **found}
 
 
+def told(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print the lines of a part, and return them."""
+    for row in rows:
+        print(f"{name}: {row.get('outcome', row.get('ratio'))} {row.get('detail', row.get('work'))}", flush=True)
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=RESULTS, default="cuda")
@@ -107,11 +125,16 @@ def main() -> int:
     path.parent.mkdir(exist_ok=True)
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results = {"parts": results.get("parts", {})} | machine(options.device)
-    for name in options.parts:
-        results["parts"][name] = run(name, options.device)
+    together = [name for name in options.parts if PARTS[name].beside]
+    alone = [name for name in options.parts if not PARTS[name].beside]
+    with ThreadPoolExecutor(len(PARTS) if options.device == "cuda" else 1) as pool:
+        for name, rows in zip(together, pool.map(run, together, repeat(options.device)), strict=True):
+            results["parts"][name] = told(name, rows)
+    for name in alone:
         path.write_text(json.dumps(results, indent=2) + "\n")
-        for row in results["parts"][name]:
-            print(f"{name}: {row.get('outcome', row.get('ratio'))} {row.get('detail', row.get('work'))}", flush=True)
+        results["parts"][name] = told(name, run(name, options.device))
+    results["parts"] = {name: results["parts"][name] for name in PARTS if name in results["parts"]}
+    path.write_text(json.dumps(results, indent=2) + "\n")
     return int(any(row.get("outcome") == "failed" for name in options.parts for row in results["parts"][name]))
 
 

@@ -1,5 +1,6 @@
 """Correctness on a device, for `make bench-gpu`: `gpu_checks.py CHECK DEVICE` prints the outcome as a line of JSON."""
 
+import gc
 import json
 import os
 import subprocess
@@ -21,10 +22,14 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.commands.memory import estimate
+from grpo_ext.commands.peaks import Shape
+from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import Objective
 from grpo_ext.packing.flash import EXAMPLE, TOLERANCE, FlashAttention
 from grpo_ext.packing.kernels import by_sdpa
 from grpo_ext.packing.merged import MergedAttention, calls_of
+from grpo_ext.rollout import transformers_engine
 from step_overhead import CHARACTERS, tokenizer
 
 DRIFT = 0.1
@@ -70,8 +75,8 @@ def network(device: str) -> LlamaForCausalLM:
 
 
 def vowels(completions: list[str], **_: Any) -> list[float]:
-    """Differ between completions of a prompt."""
-    return [sum(c in "aeiou" for c in text) + len(text) / 100 for text in completions]
+    """Differ between completions of a prompt; from 0 to 1, as some losses want."""
+    return [min(1.0, sum(c in "aeiou" for c in text) / 50 + len(text) / 1000) for text in completions]
 
 
 def trainer(device: str, model: Any, **settings: Any) -> GRPOExtTrainer:
@@ -81,10 +86,10 @@ def trainer(device: str, model: Any, **settings: Any) -> GRPOExtTrainer:
         "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "per_device_train_batch_size": 8,
         "num_generations": 4, "max_completion_length": 32 if device == "cuda" else 8, "max_steps": 3,
     } | settings  # fmt: skip
-    adapter = settings.pop("peft_config", None)
+    adapter, rewards = settings.pop("peft_config", None), settings.pop("rewards", [vowels])
     rows = Dataset.from_list([{"prompt": f"a question about {letter}: " * 4} for letter in "abcdefgh"])
     return GRPOExtTrainer(
-        model, [vowels], GRPOExtConfig(**settings), rows, processing_class=tokenizer(), peft_config=adapter
+        model, rewards, GRPOExtConfig(**settings), rows, processing_class=tokenizer(), peft_config=adapter
     )
 
 
@@ -134,6 +139,189 @@ def sharing(device: str) -> str:
     return said
 
 
+def every_loss(device: str) -> str:
+    """Compare loss and gradient of each loss in float32, with and without shared prompts, with float64 on a CPU."""
+    apart = {}
+    for name in sorted(losses):
+        for shared in ("true", "false"):
+            batches: list[tuple[Any, Any]] = []
+            compute = GRPOExtTrainer._compute_loss
+
+            def spy(self: Any, model: Any, inputs: Any, *args: Any, into: list = batches, call: Any = compute) -> Any:
+                loss = call(self, model, inputs, *args)
+                into.append((inputs, loss.detach()))
+                return loss
+
+            settings = {"bf16": False, "max_steps": 1, "shared_prefix": shared, "loss_type": name, "beta": 0.1}
+            made = trainer(device, network(device).float(), learning_rate=0.0, max_grad_norm=0.0, **settings)
+            with patch.object(GRPOExtTrainer, "_compute_loss", spy):
+                made.train()
+            (inputs, loss), *_ = batches
+            found = [gradient(made, made.model, inputs), loss.item()]
+            exact = moved(inputs, lambda x: x.cpu().double() if x.is_floating_point() else x.cpu())
+            for model in (made.model, *filter(None, [made.ref_model])):
+                model.cpu().double()
+            made.accelerator.state.device = torch.device("cpu")
+            expected = gradient(made, made.model, exact)
+            apart[f"{name}, {shared}"] = ((found[0] - expected).norm() / expected.norm()).item()
+    worst = max(apart, key=lambda name: apart[name])
+    assert apart[worst] < 1e-3, f"{worst}: gradients {apart[worst]:.1e} apart"
+    return f"{len(losses)} losses, gradients at most {apart[worst]:.1e} from float64's, relative ({worst})"
+
+
+def gradient(made: GRPOExtTrainer, model: Any, inputs: Any) -> torch.Tensor:
+    """The gradient of a micro-batch, in float64 on the CPU."""
+    model.zero_grad()
+    made._compute_loss(model, inputs).backward()
+    return torch.cat([p.grad.cpu().double().flatten() for p in model.parameters()])
+
+
+def moved(inputs: Any, move: Any) -> Any:
+    """Apply `move` to all tensors of a batch."""
+    if isinstance(inputs, torch.Tensor):
+        return move(inputs)
+    if isinstance(inputs, dict):
+        return {name: moved(value, move) for name, value in inputs.items()}
+    return inputs
+
+
+def resume(device: str) -> str:
+    """See that a run that resumes in the middle has the weights of one that was never stopped, to the bit."""
+    wanted = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "full_determinism": True}
+
+    def weights(**settings: Any) -> tuple[torch.Tensor, str]:
+        settings = {"output_dir": tempfile.mkdtemp()} | wanted | settings
+        made = trainer(device, network(device).float(), **settings)
+        made.train(resume_from_checkpoint=made.args.resume_from_checkpoint)
+        return torch.cat([p.detach().cpu().flatten() for p in made.model.parameters()]), settings["output_dir"]
+
+    whole, folder = weights()
+    resumed, _ = weights(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert torch.equal(whole, resumed), f"the weights are {(whole - resumed).abs().max():.1e} apart"
+    free = [weights(full_determinism=False)[0] for _ in range(2)]
+    torch.use_deterministic_algorithms(False)
+    same = "the same bits" if torch.equal(*free) else f"{(free[0] - free[1]).abs().max():.1e} apart"
+    return f"the same bits under full_determinism; two runs without it: {same}"
+
+
+def rollouts(device: str) -> str:
+    """Compare greedy completions with `generate`'s, and samples by one cast of the weights with a cast a token."""
+    chosen = {}
+    for engine in ("grouped", "generate"):
+        kept: list[list[int]] = []
+
+        def keep(completions: Any, completion_ids: Any, into: list = kept, **_: Any) -> list[float]:
+            into += completion_ids
+            return [0.0] * len(completions)
+
+        greedy = {"temperature": 1e-4, "rollout_engine": engine, "bf16": False, "skip_zero_advantages": False}
+        trainer(device, network(device).float(), rewards=[keep], learning_rate=0.0, **greedy).train()
+        chosen[engine] = kept
+    assert chosen["grouped"] == chosen["generate"], "greedy completions differ from generate's"
+    made = trainer(device, network(device).float(), bf16=True)
+    made.train()
+    contexts, seeds = [[5, 6, 7] * 20] * 4 + [[8, 9] * 15] * 4, range(10)
+
+    def sampled(seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        return [(row.ids, row.logps) for row in made.collector.own.sample(contexts, [32] * 8)]
+
+    once = [sampled(seed) for seed in seeds]
+    with patch.object(transformers_engine, "samples_mixed", lambda *_: False):
+        assert once == [sampled(seed) for seed in seeds], "the samples differ from those of a cast for each token"
+    rows = len(chosen["grouped"])
+    return f"{rows} greedy rows as by generate; one cast gives the samples of a cast a token, {len(seeds)} seeds"
+
+
+def adapters(device: str) -> str:
+    """Train an adapter in fp16, and one on a base in 4 bits, sampled by transformers."""
+    adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    halves = {"fp16": True, "bf16": False} if device == "cuda" else {}
+    told = []
+    for kind in ("fp16", *["4 bits"] * (device == "cuda")):
+        model = network(device).to(torch.float16 if halves else torch.float32) if kind == "fp16" else in_four_bits()
+        made = trainer(device, model, peft_config=adapter, learning_rate=1e-3, **halves if kind == "fp16" else {})
+        trained = {name: p.detach().clone() for name, p in made.model.named_parameters() if p.requires_grad}
+        made.train()
+        parameters = dict(made.model.named_parameters())
+        assert any((parameters[name].cpu() != old.cpu()).any() for name, old in trained.items()), "it has not moved"
+        assert all(parameters[name].isfinite().all() for name in trained), "not finite"
+        assert {p.dtype for p in trained.values()} == {torch.float32}, "adapters are not in float32"
+        norms = [log["grad_norm"] for log in made.state.log_history if "grad_norm" in log]
+        told.append(f"{kind}: gradient norms {', '.join(f'{norm:.2g}' for norm in norms)}")
+    return "; ".join(told)
+
+
+def in_four_bits() -> Any:
+    """The saved model with its linear layers in 4 bits."""
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(
+        saved(), quantization_config=quantized, dtype=torch.bfloat16, device_map={"": 0}
+    )
+
+
+MEMORY = {
+    "full": {}, "full, checkpointed": {"gradient_checkpointing": True}, "full, bfloat16": {"dtype": "bfloat16"},
+    "LoRA": {"r": 16}, "LoRA, checkpointed": {"r": 16, "gradient_checkpointing": True},
+    "LoRA, bfloat16, checkpointed": {"r": 16, "dtype": "bfloat16", "gradient_checkpointing": True},
+}  # fmt: skip
+OFF = 0.15
+"""Share by which `check`'s estimate may miss the peak."""
+
+
+def memory(device: str) -> str:
+    """Compare the estimate with torch's peak in two steps of a 0.5 B model, 16 completions of 256 tokens."""
+    ratios = {}
+    for name, given in MEMORY.items():
+        settings = dict(given)
+        dtype, rank = settings.pop("dtype", "float32"), settings.pop("r", None)
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = LlamaForCausalLM(LlamaConfig(**HALF_A_BILLION)).to(getattr(torch, dtype))
+        adapter = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM") if rank else None
+        sizes = {"per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 256, "max_steps": 2}
+        full = {"generation_kwargs": {"suppress_tokens": [1]}, "skip_zero_advantages": False}
+        full |= {"gradient_checkpointing": False}
+        made = trainer(device, model, peft_config=adapter, **sizes | full | settings)
+        parameters = list(made.model.parameters())
+        number, trained = (sum(p.numel() for p in parameters if p.requires_grad or n) for n in (True, False))
+        prompt = len(made.processing_class(made.train_dataset[0]["prompt"])["input_ids"])
+        parts = estimate(made.args, dtype, number, trained, Shape.of(model.config).with_adapter(model), prompt)
+        torch.cuda.reset_peak_memory_stats()
+        made.train()
+        ratios[name] = sum(parts.values()) / torch.cuda.max_memory_allocated()
+        del made, model, parameters
+        gc.collect()
+        torch.cuda.empty_cache()
+    said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    assert all(abs(ratio - 1) < OFF for ratio in ratios.values()), f"estimate / peak: {said}"
+    return f"estimate / peak: {said}"
+
+
+HALF_A_BILLION = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True, "pad_token_id": 0,
+    "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
+
+
+def recipe(device: str) -> str:
+    """Train the quickstart by its launcher on the device, and compare its held-out accuracy before and after."""
+    folder = tempfile.mkdtemp()
+    line = [
+        sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "-m", "grpo_ext.train",
+        "--config", "quickstart/grpo", "--output_dir", folder,
+    ]  # fmt: skip
+    steps = 60 if device == "cuda" else 2
+    line += ["--use_cpu", str(device == "cpu").lower(), "--max_steps", str(steps)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert not done.returncode, (done.stderr.strip().splitlines() or ["no error"])[-1]
+    files = [Path(folder, "evaluation", "held_out", f"step_{step}.json") for step in (0, steps)]
+    before, after = (json.loads(path.read_text())["figures"]["avg@1"]["mean"] for path in files)
+    assert device == "cpu" or after > before + 0.2, f"accuracy {before:.2f}, then {after:.2f}"
+    return f"held-out accuracy {before:.2f}, then {after:.2f} after {steps} steps"
+
+
 # vLLM.
 
 
@@ -162,12 +350,8 @@ def colocate(_: str) -> str:
 
 def qlora(_: str) -> str:
     """Train an adapter on a base in 4 bits, whose sums are pushed to vLLM."""
-    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    model = AutoModelForCausalLM.from_pretrained(
-        saved(), quantization_config=quantized, dtype=torch.bfloat16, device_map={"": 0}
-    )
     adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    return drift(model, vllm_mode="colocate", vllm_max_model_length=512, peft_config=adapter)
+    return drift(in_four_bits(), vllm_mode="colocate", vllm_max_model_length=512, peft_config=adapter)
 
 
 @contextmanager
@@ -211,7 +395,9 @@ def server(_: str) -> str:
         return drift(model, vllm_mode="server", vllm_server_port=port, vllm_weight_transfer="nccl")
 
 
-CHECKS = {f.__name__: f for f in (attention, on_policy, sharing, server, colocate, qlora)}
+CHECKS = {f.__name__: f for f in (
+    attention, on_policy, sharing, every_loss, resume, rollouts, adapters, memory, recipe, server, colocate, qlora,
+)}  # fmt: skip
 
 
 def main() -> None:
