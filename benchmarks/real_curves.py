@@ -97,7 +97,7 @@ def page(curves: dict[str, dict]) -> str:
     text = [
         "# A real model learns GSM8K on a CPU",
         "",
-        "Each recipe by the command of its header, one of them with a further reward, and the untrained model with "
+        "Each recipe by the command of its header, with what its name tells changed, and the untrained model with "
         "room for longer answers. The first 300 problems of the test split, answered greedily; intervals at 95 %, the "
         "gain paired by problem; hours of all steps.",
         "",
@@ -141,7 +141,8 @@ def picture(curves: dict[str, dict]) -> None:
             right = held["right"]
             ends = [[right["mean"] - right["low"]], [right["high"] - right["mean"]]]
             accuracy.errorbar([held["step"]], [right["mean"]], yerr=ends, fmt="o", color="black", capsize=3)
-        accuracy.set_title(f"{name}\nright: sampled (line), held out, greedy (dots)", fontsize=9)
+        told = name.replace(", ", "\n", 1)
+        accuracy.set_title(f"{told}\nright: sampled (line), held out, greedy (dots)", fontsize=9)
         length.set_title("tokens of a completion", fontsize=9)
         form.legend(frameon=False, fontsize=8)
         for axis in (accuracy, length, form):
