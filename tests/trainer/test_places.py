@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from grpo_ext.trainer.batches import padded
 from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS, by_place, depths, later_turns
 from grpo_ext.trainer.diagnosis.rules import diagnose
 from grpo_ext.trainer.loss_terms import Figures
-from support import tiny
+from support import tiny, trainers
 from support.figures import Alone
 
 
@@ -141,3 +142,40 @@ def test_a_sampler_that_is_wrong_at_a_place_is_named_with_the_place(wrong, name,
     log = trainer.state.log_history
     assert {"sampling/mismatch_from_128", FIRST_TURN, LATER_TURNS} <= log[0].keys()
     assert [f.rule.name for f in diagnose(log)] == ([name] if name else [])
+
+
+def wrong_in_later_turns(prompts, trainer):
+    """Trajectories with rewritten contexts; the sampler is a half too sure of each token behind the first turn."""
+    rows = trainers.scripted_trajectories(prompts, trainer)["trajectories"]
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {"trajectories": [replace(made, turns=wrongly(model, made.turns)) for made in rows]}
+
+
+@torch.no_grad()
+def wrongly(model, turns):
+    """Turns with the policy's log-probabilities in their own contexts, raised by a half behind the first turn.
+
+    A turn whose context ends with the first one's tokens goes on with it: nobody has answered in between.
+    """
+    found, first = [], []
+    for turn in turns:
+        ids = torch.tensor([turn.context + turn.sampled])
+        logps = model(ids).logits[0, len(turn.context) - 1 : -1].log_softmax(-1)
+        exact = logps.gather(-1, ids[0, len(turn.context) :, None])[:, 0]
+        later = bool(first) and turn.context not in first
+        found.append(replace(turn, logprobs=(exact + 0.5 * later).tolist()))
+        first += [] if later else [turn.context + turn.sampled]
+    return found
+
+
+@pytest.mark.parametrize("shared", ["true", "false"])
+def test_a_run_with_rewritten_contexts_logs_in_which_turns_the_sampler_is_wrong(shared, tmp_path):
+    trainer = trainers.build(
+        tiny.model(), tmp_path, rollout=wrong_in_later_turns, shared_prefix=shared, temperature=1.0, max_steps=2
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if FIRST_TURN in log]
+    assert len(logs) == 2
+    for log in logs:
+        assert log[FIRST_TURN] < 1e-6
+        assert log[LATER_TURNS] == pytest.approx(0.5, abs=1e-6)
