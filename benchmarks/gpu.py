@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -106,11 +107,12 @@ def machine(device: str) -> dict[str, Any]:
     return {"device": card, "devices": torch.cuda.device_count(), **found}
 
 
-def told(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Print the lines of a part, and return them."""
-    for row in rows:
-        print(f"{name}: {row.get('outcome', row.get('ratio'))} {row.get('detail', row.get('work'))}", flush=True)
-    return rows
+def outcomes(names: list[str], device: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the lines of each part: first of those that run together, then of the others."""
+    together = [name for name in names if PARTS[name].beside]
+    with ThreadPoolExecutor(len(PARTS) if device == "cuda" else 1) as pool:
+        yield from zip(together, pool.map(run, together, repeat(device)), strict=True)
+    yield from ((name, run(name, device)) for name in names if not PARTS[name].beside)
 
 
 def main() -> int:
@@ -125,16 +127,11 @@ def main() -> int:
     path.parent.mkdir(exist_ok=True)
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results = {"parts": results.get("parts", {})} | machine(options.device)
-    together = [name for name in options.parts if PARTS[name].beside]
-    alone = [name for name in options.parts if not PARTS[name].beside]
-    with ThreadPoolExecutor(len(PARTS) if options.device == "cuda" else 1) as pool:
-        for name, rows in zip(together, pool.map(run, together, repeat(options.device)), strict=True):
-            results["parts"][name] = told(name, rows)
-    for name in alone:
+    for name, rows in outcomes(options.parts, options.device):
+        results["parts"][name] = rows
         path.write_text(json.dumps(results, indent=2) + "\n")
-        results["parts"][name] = told(name, run(name, options.device))
-    results["parts"] = {name: results["parts"][name] for name in PARTS if name in results["parts"]}
-    path.write_text(json.dumps(results, indent=2) + "\n")
+        for row in rows:
+            print(f"{name}: {row.get('outcome', row.get('ratio'))} {row.get('detail', row.get('work'))}", flush=True)
     return int(any(row.get("outcome") == "failed" for name in options.parts for row in results["parts"][name]))
 
 

@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from accelerate.utils.operations import recursively_apply
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -153,7 +154,9 @@ def every_loss(device: str) -> str:
         for model in filter(None, [made.model, made.ref_model]):
             model.cpu().double()
         made.accelerator.state.device = torch.device("cpu")
-        exact = gradient(made, moved(inputs, lambda x: x.cpu().double() if x.is_floating_point() else x.cpu()))
+        exact = gradient(
+            made, recursively_apply(lambda x: x.cpu().double() if x.is_floating_point() else x.cpu(), inputs)
+        )
         apart[f"{name}, {shared}"] = ((found - exact).norm() / exact.norm()).item()
     worst = max(apart, key=lambda name: apart[name])
     assert apart[worst] < 1e-3, f"{worst}: gradients {apart[worst]:.1e} apart"
@@ -165,15 +168,6 @@ def gradient(made: GRPOExtTrainer, inputs: Any) -> torch.Tensor:
     made.model.zero_grad()
     made._compute_loss(made.model, inputs).backward()
     return torch.cat([p.grad.cpu().double().flatten() for p in made.model.parameters()])
-
-
-def moved(inputs: Any, move: Any) -> Any:
-    """Apply `move` to all tensors of a batch."""
-    if isinstance(inputs, torch.Tensor):
-        return move(inputs)
-    if isinstance(inputs, dict):
-        return {name: moved(value, move) for name, value in inputs.items()}
-    return inputs
 
 
 def resume(device: str) -> str:

@@ -97,8 +97,8 @@ ACCOUNT = """## Why `grpo` with all weights learned nothing
 At a learning rate of 5e-6, paid for the answer only, the sampled completions get better for 30 steps (right, by ten
 steps: .13, .15, .19) and then worse (.15, .10, .13). Answers shrink from 190 tokens to 117, and nine of ten end with
 "the final answer is [.]" in place of a box: `accuracy` also reads a number from the line before, so the box earns
-nothing. In six groups of ten no completion is right, so the few others move all weights. What shorter answers gain
-worse reasoning loses: 9 % are cut off at the end (80 % before), and of the others 18 % are right.
+nothing. In six groups of ten no completion is right, so the few others move all weights. At the end
+9 % are cut off (80 % before), but of the others only 18 % are right.
 
 With `format` at .2 beside it the layout rose from 21 % to 99 %, and the boxes of an answer from .2 to 2.8. In a group
 without a right completion GRPO divides by the deviation of the layouts, which makes them as strong as being right. The
