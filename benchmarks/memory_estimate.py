@@ -2,7 +2,8 @@
 
 Random Llamas on a CPU, two steps of full-length completions in groups of eight. Measured are the tensors that torch
 allocates, by its profiler: between the first step's rollout and its optimizer (gradients, copies of autocast,
-activations), and at any time of both steps, with the weights (the whole). Writes results/memory_estimate.json.
+activations), and at any time from the trainer's construction on, with the weights (the whole). With vLLM in the
+process, its weights and cache are among them. Writes results/memory_estimate.json.
 Words on the command line choose the rows whose names have them.
 """
 
@@ -38,6 +39,9 @@ QWEN |= {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings":
 MIXED = {"bf16": True}
 CHECKPOINTED = {"gradient_checkpointing": True}
 LORA = {"peft_config": LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")}
+VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1}
+FULL_LENGTH = ({"suppress_tokens": [1]}, {"ignore_eos": True})
+"""Keywords of generation by which no completion ends early: of transformers, of vLLM."""
 ROWS: dict[str, tuple[dict[str, int], int, int, str, dict[str, Any]]] = {
     # name: sizes, completions of a micro-batch, tokens of each, dtype, settings
     "small": (SMALL, 32, 192, "float32", {}),
@@ -60,6 +64,8 @@ ROWS: dict[str, tuple[dict[str, int], int, int, str, dict[str, Any]]] = {
     "Qwen2.5's proportions, autocast, LoRA": (QWEN, 16, 96, "float32", MIXED | LORA),
     "Qwen2.5's proportions, autocast, LoRA, checkpointed": (QWEN, 16, 96, "float32", MIXED | LORA | CHECKPOINTED),
     "Qwen2.5's proportions, autocast, LoRA, bfloat16": (QWEN, 16, 96, "bfloat16", MIXED | LORA),
+    "large, vLLM colocated": (LARGE, 16, 160, "float32", VLLM),
+    "Qwen2.5's proportions, autocast, vLLM colocated": (QWEN, 16, 96, "float32", MIXED | VLLM),
     "small, LoRA, checkpointed, 512 tokens in 8 micro-batches": (
         SMALL, 8, 512, "float32", LORA | CHECKPOINTED | {"gradient_accumulation_steps": 8},
     ),
@@ -111,6 +117,14 @@ def built(sizes: dict[str, int], dtype: str) -> tuple[LlamaForCausalLM, Any]:
     return model.to(getattr(torch, dtype)), tokenizer
 
 
+def from_folder(model: LlamaForCausalLM, tokenizer: Any) -> LlamaForCausalLM:
+    """Return a model as it is read from a folder, where vLLM finds it too."""
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=model.dtype)
+
+
 def run(
     sizes: dict[str, int], completions: int, tokens: int, dtype: str, settings: dict[str, Any]
 ) -> dict[str, float]:
@@ -119,26 +133,26 @@ def run(
     settings = dict(settings)
     adapter = settings.pop("peft_config", None)
     model, tokenizer = built(sizes, dtype)
+    if "use_vllm" in settings:
+        model = from_folder(model, tokenizer)
     given = {
         "loss_type": "grpo", "use_cpu": True, "bf16": False, "max_steps": 2, "num_generations": 8,
         "per_device_train_batch_size": completions, "max_completion_length": tokens, "skip_zero_advantages": False,
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False,
-        "generation_kwargs": {"suppress_tokens": [1]},  # no completion ends early
+        "generation_kwargs": FULL_LENGTH["use_vllm" in settings],
     }  # fmt: skip
     args = GRPOExtConfig(tempfile.mkdtemp(), **given | settings)
-    trainer = Measured(
-        model, [lambda completions, **_: [float(i % 3) for i in range(len(completions))]], args,
-        Dataset.from_list([{"prompt": PROMPT}] * 64), processing_class=tokenizer,
-        peft_config=adapter,
-    )  # fmt: skip
+    weights, until = sum(p.nbytes for p in model.parameters()), Until()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        trainer = Measured(
+            model, [lambda completions, **_: [float(i % 3) for i in range(len(completions))]], args,
+            Dataset.from_list([{"prompt": PROMPT}] * 64), processing_class=tokenizer,
+            peft_config=adapter, callbacks=[until],
+        )  # fmt: skip
+        trainer.train()
     number, trained = (
         sum(p.numel() for p in trainer.model.parameters() if p.requires_grad or n) for n in (True, False)
     )
-    weights = sum(p.nbytes for m in (trainer.model, trainer.ref_model) if m is not None for p in m.parameters())
-    until = Until()
-    trainer.add_callback(until)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        trainer.train()
     step, whole = peaks(profiled, trainer.began, until.ended)
     parts = estimate(args, dtype, number, trained, Shape.of(model.config).with_adapter(model), len(PROMPT))
     expected = parts["gradients"] + parts["autocast"] + parts["activations"]

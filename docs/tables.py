@@ -336,6 +336,17 @@ def sampler_bias_table() -> str:
     return table(("rule", *(f"logits off by {x:g}" for x in found["distances"])), shown)
 
 
+def sampler_precision_table() -> str:
+    """Return a table of how far sampler and policy differ in a healthy run, by engine and dtype."""
+    rows = json.loads((RESULTS / "sampler_precision.json").read_text())["rows"]
+    heads = ("engine, dtypes", *(f"`sampling/{name}`" for name in ("mismatch", "bias", "ess")))
+    figures = (
+        (f"{row['sampling/mismatch']:.2g}", f"{row['sampling/bias']:.0e}", f"{row['sampling/ess']:.4f}")
+        for row in rows.values()
+    )
+    return table(heads, [(name, *cells) for name, cells in zip(rows, figures, strict=True)])
+
+
 def sampler_training_table() -> str:
     """Return a table of what a model learned with each rule from a sampler with rounded weights."""
     runs = json.loads((RESULTS / "sampler_training.json").read_text())
@@ -575,6 +586,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "healthy": healthy_table,
     "sampler_kept": sampler_kept_table,
     "sampler_bias": sampler_bias_table,
+    "sampler_precision": sampler_precision_table,
     "sampler_training": sampler_training_table,
     "memory_estimates": memory_estimates_table,
     "probes": probes_table,

@@ -57,7 +57,8 @@ def test_a_layer_keeps_what_the_formula_counts(dtype):
     assert Shape.of(deep.config).layer(dtype.itemsize) == pytest.approx(each, rel=0.25)
 
 
-def test_each_setting_moves_its_part():
+def test_each_setting_moves_its_part(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     plain = parts()
     assert parts(max_completion_length=128)["activations"] > 1.5 * plain["activations"]
     assert parts(gradient_checkpointing=True)["activations"] < 0.6 * plain["activations"]
@@ -66,6 +67,8 @@ def test_each_setting_moves_its_part():
     assert parts(gradient_accumulation_steps=2)["activations"] == plain["activations"] + 4000
     assert parts(dtype="bfloat16")["weights"] == plain["weights"] / 2
     assert parts(use_vllm=True)["engine"] == plain["weights"] + 2**30
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert parts(use_vllm=True)["engine"] == plain["weights"] + 2**32
     assert "engine" not in parts(use_vllm=True, vllm_mode="server")
     bare = estimate(GRPOExtConfig(**CPU | SIZE), None, 1000, 1000, None, 32)
     assert bare.keys() == plain.keys() - {"activations", "rollout"}

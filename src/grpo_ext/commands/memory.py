@@ -1,6 +1,7 @@
 """An estimate of a device's memory, from a model's configuration and the sizes of a recipe's micro-batch."""
 
 import copy
+import os
 from bisect import bisect_right
 
 import psutil
@@ -18,9 +19,6 @@ from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policies import InspectedPolicy
 from grpo_ext.rollout.blocked_weights import WORTH, can_block
-
-CPU_CACHE = 2**30
-"""Bytes of vLLM's cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE sets another size."""
 
 
 def _width(dtype: str | None) -> int:
@@ -64,7 +62,7 @@ def estimate(
             layer = max(0, parameters - shape.head) // shape.layers
             parts["autocast"] = min(copies, (shape.head + layer) * computes)
         batch = micro_batch(training, shape, prompt, each, computes)
-        parts["activations"] = peak(shape, batch, kept) - kept
+        parts["activations"] = peak(shape, batch, kept, parts["autocast"]) - kept - parts["autocast"]
         if computes == each < FLOAT:
             copies = 2 * blocks(training, shape, dtype, parameters)
         sampling = rollout_held(training, shape, prompt, computes, copies)
@@ -91,7 +89,8 @@ def _engine(training: GRPOExtArguments, weights: int) -> int:
         return 0
     device = device_memory(training)
     if training.use_cpu or device is None:
-        return weights + CPU_CACHE
+        given = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+        return weights + (int(given) if given.isdecimal() else 1) * 2**30
     return int(training.vllm_gpu_memory_utilization * device)
 
 

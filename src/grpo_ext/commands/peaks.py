@@ -119,12 +119,12 @@ class MicroBatch:
     accumulated: bool
 
 
-def peak(shape: Shape, batch: MicroBatch, gradients: int) -> int:
-    """Return the most bytes that gradients and activations take together in a forward and backward.
+def peak(shape: Shape, batch: MicroBatch, gradients: int, casts: int = 0) -> int:
+    """Return the most bytes that gradients, activations and autocast's copies take together in a forward and backward.
 
     Four moments compete: the backward of the LM head, when every layer still keeps what it needs; that of the last
     layer, which gradient checkpointing computes again from its input; that of the first layer, when all gradients
-    are there; and that of a tied embedding, whose gradient is added to the head's.
+    are there; and that of a tied embedding, whose gradient is added to the head's when the copies are gone.
     """
     stream = batch.tokens * shape.hidden * batch.stream
     layer = batch.tokens * shape.layer(batch.width, merged=batch.merged, adapter=batch.adapter)
@@ -135,8 +135,9 @@ def peak(shape: Shape, batch: MicroBatch, gradients: int) -> int:
     head = min(FLOAT * shape.head, gradients)  # 0 or little where only an adapter is trained
     waits = head if shape.tied and batch.accumulated else 0  # the head's gradient, for the embedding's
     at_head = before + head + below + above + batch.logits + 2 * FLOAT * batch.labels * shape.hidden
-    at_first = gradients + waits + max(backward, head * shape.tied)
-    return max(at_head, max(before, head) + waits + below + backward, at_first)
+    at_last = max(before, head) + waits + below + backward
+    at_first = gradients + waits + backward
+    return max(casts + max(at_head, at_last, at_first), gradients + waits + head * shape.tied)
 
 
 def logits_held(training: GRPOExtArguments, shape: Shape, labels: int, width: int) -> int:
