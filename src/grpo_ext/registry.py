@@ -96,7 +96,7 @@ def import_path(path: str) -> Any:
     try:
         module = importlib.import_module(module_name) if file is None else _of_file(file)
         imported.append(str(file or module_name))
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, or parse its own command line
         raise UnknownNameError(f"cannot import {module_name!r} for {path!r}: {error!r}", "Correct it.") from error
     try:
         return getattr(module, attribute)

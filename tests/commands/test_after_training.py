@@ -249,6 +249,12 @@ def test_conversations_with_an_environment_are_sampled(project, tmp_path, capsys
     assert {row["failure"] for row in rows} == {None}
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU takes bf16")
+def test_a_recipe_without_a_precision_is_sampled_where_it_trains(project, tmp_path):
+    argv = adapted.write_recipe(tmp_path, str(project / "base"), tmp_path / "run", use_cpu=False, bf16=None)
+    assert command("sample", *argv, "--num", "2", "--max_samples", "2", "--output", tmp_path / "out.jsonl") == 0
+
+
 def test_a_pass_rate_leaves_out_what_could_not_be_scored():
     rows = [{"rewards/a": value} for value in (1.0, float("nan"), 0.0, 0.0, float("nan"))]
     assert pass_rate(rows, "a") == pytest.approx(1 / 3)

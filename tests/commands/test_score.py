@@ -2,17 +2,20 @@
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import math
+from decimal import Decimal
 
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from grpo_ext import ConfigError
 from grpo_ext.commands.score import shown_rows
 from grpo_ext.config.launch import planned_processes
-from grpo_ext.data.completions import read_completions, write_completions
+from grpo_ext.data.completions import check_row, read_completions, write_completions
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.errors import DataError
@@ -51,6 +54,11 @@ def scored(recipe, file):
     runtime = Runtime(recipe.rewards, workers=1)
     yield score_rows(recipe, read_completions(file), runtime)
     runtime.close()
+
+
+def test_a_recipe_whose_environments_alone_pay_is_refused(file, capsys):
+    assert command("score", "--config", "quickstart/guess", "--file", file) == 2
+    assert "reward_funcs=None: the recipe has none: its environments pay" in capsys.readouterr().err
 
 
 def test_rewards_total_and_advantages(scored):
@@ -229,6 +237,17 @@ def test_mistakes_of_the_command_line_and_missing_columns_are_reported(file, tmp
     assert "no folder" in capsys.readouterr().err
     with pytest.raises(DataError, match=r"column 'completion'.*Write a \.jsonl file"):
         write_completions(tmp_path / "o.parquet", [{"completion": "a"}, {"completion": [{"content": "a"}]}])
+
+
+def test_columns_of_other_types_than_jsons_are_written_or_refused_at_once(tmp_path):
+    row = {"prompt": "a", "completion": "b", "day": datetime.date(2026, 1, 2), "price": Decimal("1.50")}
+    path = tmp_path / "o.jsonl"
+    check_row(path, row)
+    write_completions(path, [row])
+    assert json.loads(path.read_text()) == {"prompt": "a", "completion": "b", "day": "2026-01-02", "price": "1.50"}
+    for name in ("o.jsonl", "o.parquet"):
+        with pytest.raises(DataError, match=r"column 'image': \.\w+ cannot hold a Image"):
+            check_row(tmp_path / name, {"prompt": "a", "image": Image.new("RGB", (2, 2))})
 
 
 def test_of_many_rows_the_best_and_the_worst_are_shown():

@@ -10,6 +10,7 @@ import yaml
 from transformers.integrations import deepspeed
 
 from grpo_ext import ConfigError
+from grpo_ext.errors import UnknownNameError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
@@ -52,6 +53,12 @@ def recipe(folder, **settings):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(QUICK | tiny.TRAINING | settings))
     return load_recipe(["--config", str(folder / "recipe.yaml")])
+
+
+def test_a_file_that_parses_a_command_line_of_its_own_is_named(tmp_path):
+    write(tmp_path, rewards="import sys\nsys.exit(2)")
+    with pytest.raises(UnknownNameError, match=r"cannot import .*rewards\.py.*SystemExit\(2\)"):
+        import_path(f"{tmp_path / 'rewards.py'}:f")
 
 
 @pytest.mark.parametrize("path", ["rewards:f", "rewards.f", "./rewards.py:f", "rewards.py:f", "../a/rewards.py:f"])

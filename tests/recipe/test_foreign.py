@@ -332,6 +332,8 @@ two' --deep $deep --name $SCRIPT --engine ${1:-vllm} --last null "$@" 2>&1 | tee
          {"CUDA_VISIBLE_DEVICES": 4, "key": 1}),
         ("uv run --frozen --extra vllm python3 -m t --key 1", {"key": 1}),
         ("accelerate launch --config_file c.yaml train.py --key 1", {"config_file": "c.yaml", "key": 1}),
+        ("accelerate launch --multi_gpu train.py --key 1", {"multi_gpu": True, "key": 1}),
+        ("export WANDB_PROJECT=me\ntrain --key 010 --m 1:30", {"WANDB_PROJECT": "me", "key": "010", "m": "1:30"}),
         ("hf jobs uv run --flavor a100 train.py --key 1", {"key": 1}),
         ("run --key 1\\\n  --more 2", {"key": 1, "more": 2}),
         ("run --host <ip one> <ip2> --key 1 <in", {"host": ["<ip one>", "<ip2>"], "key": 1}),
@@ -340,6 +342,13 @@ two' --deep $deep --name $SCRIPT --engine ${1:-vllm} --last null "$@" 2>&1 | tee
 )  # fmt: skip
 def test_only_the_words_of_the_training_command_are_read(script, expected):
     assert read_script(script)[0] == expected
+
+
+def test_a_switch_that_is_off_and_a_single_weight_are_converted():
+    draft = drafted("trl", no_gradient_checkpointing=True, reward_weights=0.5, WANDB_PROJECT="mine")
+    assert draft.values["gradient_checkpointing"] is False
+    assert draft.values["reward_weights"] == [0.5]
+    assert draft.values["env"] == {"WANDB_PROJECT": "mine"}
 
 
 def test_a_value_that_depends_on_a_condition_is_the_first_and_is_asked_about():

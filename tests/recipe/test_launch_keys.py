@@ -46,6 +46,20 @@ def test_every_launch_key_is_accelerates_and_none_of_ours():
     assert {options[key].nargs for key in (*VALUES, "num_processes")} == {None}
 
 
+def test_env_may_set_a_variable_of_the_launch(recipe, monkeypatch):
+    monkeypatch.setenv("CONFIGS_DIR", "/gone")
+    folder = str(ZERO2.parent)
+    assert launch_of(recipe(env={"CONFIGS_DIR": folder}, accelerate_config="$CONFIGS_DIR/zero2.yaml")).config == ZERO2
+
+
+@pytest.mark.parametrize("launch", [{"num_processes": "two"}, {"accelerate_config": "zero22"}], ids=str)
+def test_a_mistake_in_the_launch_hides_no_other(launch, recipe, capsys):
+    assert command("check", *recipe(learning_rate="fast", **launch)) == 2
+    told = capsys.readouterr().err
+    assert "2 problems" in told
+    assert all(word in told for word in ("learning_rate='fast'", *launch))
+
+
 def test_what_a_recipe_says_of_its_launch(recipe):
     keys = {"machine_rank": 1, "multi_gpu": True, "use_fsdp": False, "zero3_init_flag": False, "mixed_precision": None}
     launch = launch_of(recipe(accelerate_config="zero2", num_processes=4, **keys))
@@ -77,6 +91,11 @@ def test_mistakes_in_launch_keys(recipe, keys, start):
             read(recipe(**keys))
         (problem,) = error.value.problems
         assert str(problem).startswith(start)
+
+
+def test_a_plan_asks_for_no_process_group(recipe, capsys):
+    assert command("check", *recipe(num_processes=2, ddp_backend="gloo")) == 0
+    capsys.readouterr()
 
 
 def test_check_plans_for_the_recipes_processes(recipe, capsys):

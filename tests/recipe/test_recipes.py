@@ -345,6 +345,23 @@ def test_a_file_wins_over_a_packaged_name(tmp_path, monkeypatch, write):
     assert load_recipe(["--config=recipe.yaml"]).training.seed == 77
 
 
+def test_an_emoji_as_json_writes_it_is_one_character(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({"system_prompt": "Think \U0001f914"}))  # "\\ud83e\\udd14"
+    assert read_yaml(path) == {"system_prompt": "Think \U0001f914"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [('a: "\\ud83e"', "line 1: the text has half"), ("a: 010", "010 is another"), ("a: 1:30", "1:30 is another")],
+)
+def test_text_and_numbers_of_two_meanings_are_refused(text, expected, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        read_yaml(path)
+
+
 def test_command_line_over_recipe_over_default(write):
     recipe = load_recipe([*write(seed=7, learning_rate=1e-4), "--learning_rate", "2e-4", "--lora_r=4", "--use_peft"])
     assert (recipe.training.seed, recipe.training.learning_rate, recipe.training.top_p) == (7, 2e-4, 1.0)
@@ -359,6 +376,12 @@ def test_the_recipe_goes_to_trl_with_its_weights(write):
     assert [(spec.name, spec.kwargs) for spec in recipe.rewards] == [("accuracy", {}), ("format", {"style": "boxed"})]
     recipe = load_recipe([*write(reward_funcs=["accuracy", "format"]), "--reward_weights", "1.0", "0.25"])
     assert [spec.weight for spec in recipe.rewards] == recipe.training.reward_weights == [1.0, 0.25]
+
+
+def test_trls_reward_model_comes_first(write):
+    recipe = load_recipe(write(reward_model_name_or_path="org/judge", reward_funcs=["accuracy"]))
+    rewards = [(spec.name, spec.function) for spec in recipe.rewards]
+    assert rewards == [("judge", "org/judge"), ("accuracy", "accuracy")]
 
 
 def test_json_on_the_command_line_is_checked_like_yaml(write):

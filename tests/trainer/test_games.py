@@ -112,7 +112,22 @@ def test_fresh_prompts_of_dynamic_sampling_are_dealt_fresh_games(tmp_path):
 # `grpo-ext sample`.
 
 
-@pytest.mark.parametrize("settings", [{"beta": 0.1, "kl_estimator": "k3"}, {"eval_strategy": "epoch"}], ids=str)
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.1, "kl_estimator": "k3"},
+        {"eval_strategy": "epoch"},
+        EVALUATED | {"eval_on_start": True},  # as quickstart/guess has
+        EVALUATED | {"save_strategy": "best", "metric_for_best_model": "eval_reward"},
+        EVALUATED | {"lr_scheduler_type": "reduce_lr_on_plateau"},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 1},
+        {"log_completions": True, "log_completions_hub_repo": "me/completions"},
+    ],
+    ids=str,
+)
 def test_sampling_sets_aside_what_only_training_needs(settings, tmp_path):
     """What is left must be a sound configuration."""
     config = GRPOExtConfig(output_dir=str(tmp_path), **tiny.TRAINING | settings)

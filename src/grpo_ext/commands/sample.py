@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from grpo_ext.commands.arguments import CONSENT
 from grpo_ext.commands.runs import find_trained, loading
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.launch import planned_processes
-from grpo_ext.data.completions import check_output, row_with_rewards, write_completions
+from grpo_ext.data.completions import check_output, check_row, row_with_rewards, write_completions
 from grpo_ext.data.rows import WRITTEN, Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import ConfigError, Problem
@@ -41,10 +42,17 @@ SAMPLING_ONLY: dict[str, Any] = {
     "dynamic_sampling": None,
     "do_eval": False,
     "eval_strategy": "no",
+    "eval_on_start": False,
     "load_best_model_at_end": False,
+    "save_strategy": "no",
+    "save_steps": GRPOExtArguments.save_steps,
+    "lr_scheduler_type": "constant",
+    "lr_scheduler_kwargs": None,
+    "warmup_steps": 0,
     "push_to_hub": False,
     "report_to": "none",
     "log_completions": False,
+    "log_completions_hub_repo": None,
     "num_completions_to_print": GRPOExtArguments.num_completions_to_print,
     "log_unique_prompts": False,
 }
@@ -134,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
     if options.num < 1:
         raise ConfigError([Problem("--num", options.num, "not a number of completions", "Give 1 or more.")])
     processes = launch_of(keys).planned or 1  # processes of the training; one process samples
-    with planned_processes(processes, here=True):
+    with planned_processes(processes, here=True) if processes > 1 else nullcontext():  # a plan leaves precision open
         recipe = load_recipe(keys)
     by = _pass_reward(options.pass_by, recipe)
     prompts = output.with_name(f"{output.stem}_prompts{output.suffix}")
@@ -148,6 +156,8 @@ def run(options: argparse.Namespace) -> int:
     trainer = sampler(recipe, options.num, str(output.parent))
     data: Any = trainer.train_dataset
     try:
+        for row in islice(data, 1):
+            check_row(output, row)
         total = len(data) if hasattr(data, "__len__") else None
         groups = tqdm(sample(trainer, options.num, batch), total=total, unit="prompt", disable=None)
         for row, group in zip(data, groups, strict=True):

@@ -10,6 +10,7 @@ from grpo_ext.config.launch import planned_processes
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data.chat_template import template_opens
 from grpo_ext.data.completions import check_output, read_completions, write_completions
+from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.quickstart.model import LESSONS
 from grpo_ext.recipe.launching import launch_of
@@ -33,6 +34,11 @@ def run(options: argparse.Namespace) -> int:
         check_output(options.output)
     with planned_processes(launch_of(options.keys).planned):  # scoring needs no training machine
         recipe = load_recipe(options.keys, rewards_only=True)
+    if not recipe.rewards:
+        reason = "the recipe has none: its environments pay for what is played, and saved completions are not played"
+        raise ConfigError([Problem("reward_funcs", None, reason, "Name rewards, such as --reward_funcs accuracy.")])
+    if any_pays(recipe.environments):
+        print("What environments have paid is not part of these totals and advantages.", file=sys.stderr)
     rows = read_completions(options.file, recipe.data)
     if options.explain is not None and not 0 <= options.explain < len(rows):
         raise ConfigError([Problem("--explain", options.explain, "no such row", f"Give 0 to {len(rows) - 1}.")])

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
 from grpo_ext.recipe.launching import Launch, accelerate_config, launch_of
 from grpo_ext.trainer.signals import SIGNALS, signals
@@ -40,13 +40,32 @@ def run(options: argparse.Namespace) -> int:
 
 def wanted_launch(options: argparse.Namespace) -> Launch | None:
     """Return the launch that a command asks for; None for this process. The command line overrides the recipe."""
-    recipe = launch_of(options.keys)
     name, given = options.accelerate_config, options.num_processes
+    try:
+        recipe = launch_of(options.keys)
+        config = accelerate_config(name) if name else recipe.config
+    except ConfigError as error:
+        raise ConfigError(_with_the_recipes(error.problems, options.keys)) from None
     if name is None and given is None and not recipe:
         return None
     processes = given or recipe.processes
-    config = accelerate_config(name) if name else recipe.config or _default_config(processes or 1, options.keys)
-    return Launch(config, processes, recipe.options)
+    return Launch(config or _default_config(processes or 1, options.keys), processes, recipe.options)
+
+
+_OF_A_SIZE = ("num_generations", "generation_batch_size", "steps_per_generation", "per_device_eval_batch_size")
+
+
+def _with_the_recipes(found: list[Problem], keys: Sequence[str]) -> list[Problem]:
+    """Return the problems of a launch with those of its recipe, but for sizes that depend on its processes."""
+    from grpo_ext.config.launch import planned_processes
+    from grpo_ext.recipe.parsing import load_recipe
+
+    try:
+        with planned_processes(None):
+            load_recipe(keys)
+    except ConfigError as error:
+        found = [*found, *(problem for problem in error.problems if problem.field not in _OF_A_SIZE)]
+    return list({str(problem): problem for problem in found}.values())
 
 
 def _default_config(processes: int, keys: Sequence[str]) -> Path | None:

@@ -146,4 +146,5 @@ class GRPOExtConfig(GRPOExtArguments):
         if self.bf16 is None:  # as TRL does
             self.bf16 = not self.fp16
         asked = OF_THE_GPU if planning() and not self.use_cpu else ()
-        return temporarily(self, **{name: None if name == "tf32" else False for name in asked})
+        backend = {"ddp_backend": None} if planning() else {}  # transformers would ask the launch's process group
+        return temporarily(self, **{name: None if name == "tf32" else False for name in asked}, **backend)

@@ -1,6 +1,7 @@
 """The rules of fields that hold a mapping: that it is one, and that each of its keys has an effect."""
 
 import dataclasses
+import inspect
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -187,8 +188,34 @@ def _generation(config: GRPOExtArguments) -> Iterator[Problem]:
             yield Problem(f"generation_kwargs.{name}", value, reason, cure)
 
 
+def _unreadable_generation(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Yield what transformers would refuse once the model is loaded: an unknown cache, a value of a wrong kind."""
+    if config.use_vllm:
+        return
+    known, given = generation_options(vllm=False), as_mapping(config.generation_kwargs)
+    for setting, key, value in (
+        ("cache_implementation", "cache_implementation", config.cache_implementation),
+        *((f"generation_kwargs.{key}", key, value) for key, value in given.items() if key in known),
+    ):
+        try:
+            GenerationConfig(**{"do_sample": True, key: value})
+        except (TypeError, ValueError) as error:
+            yield Problem(setting, value, str(error).splitlines()[0].rstrip("."), "Correct it, or leave it out.")
+
+
+def _continuous_batching(config: GRPOExtArguments) -> Iterator[Problem]:
+    if config.use_transformers_continuous_batching and not config.use_vllm:
+        from transformers.generation import ContinuousBatchingConfig  # which takes a second
+
+        known = inspect.signature(ContinuousBatchingConfig).parameters
+        for key, value in as_mapping(config.transformers_continuous_batching_config).items():
+            if key not in known:
+                place = f"transformers_continuous_batching_config.{key}"
+                yield Problem(place, value, "transformers has no such option", did_you_mean(str(key), known))
+
+
 KEYWORD_RULES: tuple[Rule, ...] = (
-    *(_accelerator, _override_a_field, _go_wrong, _generation),
+    *(_continuous_batching, _accelerator, _override_a_field, _go_wrong, _generation, _unreadable_generation),
     Conflict(
         "liger_kernel_config",
         lambda c: as_mapping(c.liger_kernel_config).get("fused_linear_cross_entropy"),

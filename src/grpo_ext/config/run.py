@@ -14,6 +14,7 @@ from grpo_ext.config.machine import is_installed
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import Conflict, Rule, is_set, plain
 from grpo_ext.config.settings import SETTINGS
+from grpo_ext.config.spec import wrong_type
 from grpo_ext.errors import Problem
 from grpo_ext.registry import did_you_mean
 
@@ -79,6 +80,8 @@ def _schedule_options(config: GRPOExtArguments) -> Iterator[Problem]:
             cure = did_you_mean(str(key), options) if options else "It takes none: remove it."
             reason = f"lr_scheduler_type {name!r} has no such option"
             yield Problem(f"lr_scheduler_kwargs.{key}", value, reason, cure)
+        elif isinstance(value, str | list | dict) and isinstance(default := options[key].default, int | float):
+            yield wrong_type(f"lr_scheduler_kwargs.{key}", value, type(default), default)
     for key, parameter in options.items():
         if parameter.default is parameter.empty and key not in given:
             cure = f"Set lr_scheduler_kwargs: {{{key}: {_EXAMPLES.get(key, 1)}}}."
@@ -198,6 +201,12 @@ RUN_RULES: tuple[Rule, ...] = (
         "fsdp",
         lambda c: c.fsdp and not c.deepspeed and world_size() == 1,
         "one process has no other to share a model with",
+        "Remove it, or launch several: --num_processes 2.",
+    ),
+    Conflict(
+        "ddp_backend",
+        lambda c: c.ddp_backend and c.use_cpu and world_size() == 1,
+        "one process has no other to exchange with",
         "Remove it, or launch several: --num_processes 2.",
     ),
     Conflict.of(

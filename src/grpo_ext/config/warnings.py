@@ -47,6 +47,8 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     "save_strategy: steps": ("save_steps",),
     "eval_strategy: steps": ("eval_steps",),
     "an lr_scheduler_type that warms up (constant_with_warmup, linear, cosine, ...)": ("warmup_steps",),
+    "optim: galore_... or apollo_..., which alone read it,": ("optim_target_modules",),
+    "fsdp": ("fsdp_config",),
     "rollout_drift above 0 (0 means not checked)": ("rollout_drift_action",),
     "vllm_server_base_url left out, which names host and port itself,": ("vllm_server_host", "vllm_server_port"),
     "push_to_hub: true": ("hub_", "push_to_hub_"),
@@ -57,6 +59,8 @@ _ON: dict[str, Callable[[GRPOExtArguments], object]] = {
     "dynamic_sampling": lambda c: c.dynamic_sampling is not None,
     "eval_strategy": lambda c: c.eval_strategy in ("steps", "no"),
     "an lr_scheduler_type": lambda c: c.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau"),
+    "optim: galore": lambda c: str(plain(c.optim)).startswith(("galore", "apollo")),
+    "fsdp": lambda c: c.fsdp,
     "rollout_drift": lambda c: c.rollout_drift != 0,
     "vllm_server_base_url": lambda c: c.vllm_server_base_url is None,
 }

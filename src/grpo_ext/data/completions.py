@@ -5,10 +5,12 @@ A row has `prompt` and `completion` (text or messages) and the dataset's columns
 rows of one prompt are a group.
 """
 
+import datetime
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -86,7 +88,8 @@ def write_completions(path: str | Path, rows: Sequence[Mapping[str, object]]) ->
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = {name: [_without_nan(row.get(name)) for row in rows] for name in names}
     if path.suffix == ".jsonl":
-        lines = (json.dumps(dict(zip(names, values, strict=True))) for values in zip(*table.values(), strict=True))
+        rows_of_values = zip(*table.values(), strict=True)
+        lines = (json.dumps(dict(zip(names, values, strict=True)), default=_as_text) for values in rows_of_values)
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return
     columns = {}
@@ -97,6 +100,33 @@ def write_completions(path: str | Path, rows: Sequence[Mapping[str, object]]) ->
             mixed = RowError(str(error), "Write a .jsonl file, or one type.", name)
             raise DataError([mixed.at(str(path))]) from None
     parquet.write_table(pyarrow.table(columns), path)
+
+
+def check_row(path: Path, row: Mapping[str, object]) -> None:
+    """Refuse, before anything is sampled, a row that `write_completions` could not write.
+
+    Raises:
+        DataError: a column of it holds a picture, or another value that the file cannot have.
+    """
+    for name, value in row.items():
+        try:
+            pyarrow.array([value]) if path.suffix == ".parquet" else json.dumps(value, default=_as_text)
+        except (TypeError, pyarrow.ArrowException):
+            held = RowError(f"{path.suffix} cannot hold a {type(value).__name__}", "Leave the column out.", name)
+            raise DataError([held.at(str(path))]) from None
+
+
+def _as_text(value: object) -> str:
+    """Return a date, a time or a decimal number as text.
+
+    Raises:
+        TypeError: it is another kind of value.
+    """
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta | Decimal):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} is no value of JSON")
 
 
 def _without_nan(value: object) -> object:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import TaskType
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import DatasetMixtureConfig, ModelConfig
@@ -93,6 +94,9 @@ def _on_cpu(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:
 def _output(training: GRPOExtConfig) -> Iterator[Problem]:
     """Yield why the run cannot write to its folder."""
     folder = training.output_dir
+    if folder is not None and not folder.strip():
+        yield Problem("output_dir", folder, "empty text is no folder", "Name one, or leave it out: trainer_output.")
+        return
     path = Path(folder or ".").expanduser().absolute()
     existing = next(place for place in (path, *path.parents) if os.path.exists(place))
     if not existing.is_dir():
@@ -154,6 +158,13 @@ _INIT_KWARGS = {
 
 def _loading(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:
     given = as_mapping(training.model_init_kwargs)
+    for key in ("dtype", "torch_dtype"):
+        value = given.get(key, "auto")
+        if isinstance(value, str) and value != "auto" and not isinstance(getattr(torch, value, None), torch.dtype):
+            yield unknown_value(f"model_init_kwargs.{key}", value, ("auto", "bfloat16", "float16", "float32"))
+    attention, known = given.get("attn_implementation"), ("eager", *ALL_ATTENTION_FUNCTIONS)
+    if isinstance(attention, str) and "/" not in attention and attention.removeprefix("paged|") not in known:
+        yield unknown_value("model_init_kwargs.attn_implementation", attention, known)
     for key, name in _INIT_KWARGS.items():
         if key in given and is_set(model, name) and given[key] != getattr(model, name):
             beside = {name: getattr(model, name)}
@@ -208,7 +219,7 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
 
 _MIXTURE_KEYS = ("streaming", "test_split_size")
 _DATASET_KEYS = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming")
-_EVALUATION_KEYS = ("eval_steps", "eval_delay", "num_generations_eval")
+_EVALUATION_KEYS = ("eval_steps", "eval_delay", "num_generations_eval", "metric_for_best_model", "greater_is_better")
 _4BIT_KEYS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 
 

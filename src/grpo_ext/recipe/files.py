@@ -110,7 +110,22 @@ def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> d
     return loader.construct_mapping(node, deep=True)
 
 
+def _text(loader: _StrictLoader, node: yaml.ScalarNode) -> str:
+    """Return a text in which the two halves of a character, as JSON writes an emoji, are one."""
+    text = loader.construct_yaml_str(node)
+    if not re.search("[\ud800-\udfff]", text):
+        return text
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        place, reason = f"line {node.start_mark.line + 1}", "the text has half of a character (\\ud800 to \\udfff)"
+        raise _refusal(place, reason, "Write the character itself.") from None
+
+
 def _number(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
+    if re.search(r"^[-+]?0\d|:", node.value):  # YAML 1.1 reads 010 as 8 and 1:30 as 90
+        reason = f"{node.value} is another number in YAML 1.1 (base 8 or 60) than in YAML 1.2"
+        raise _refusal(f"line {node.start_mark.line + 1}", reason, "Write it without the zero, or in quotes.")
     if len(node.value) > _LONGEST_NUMBER:  # Python would not print it
         raise _refusal(f"line {node.start_mark.line + 1}", f"a number of {len(node.value):,} digits")
     return loader.construct_yaml_int(node)
@@ -118,6 +133,7 @@ def _number(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
 
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _number)
+_StrictLoader.add_constructor("tag:yaml.org,2002:str", _text)
 _StrictLoader.yaml_implicit_resolvers = {k: list(v) for k, v in _StrictLoader.yaml_implicit_resolvers.items()}
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")

@@ -58,7 +58,9 @@ def launch_of(argv: Sequence[str]) -> Launch:
     """
     name, _ = split_config(argv)
     problems: list[Problem] = []
-    launch = take_launch(read_yaml(find_recipe(name)), problems) if name else Launch()
+    values = read_yaml(find_recipe(name)) if name else {}
+    os.environ.update(take_env(values, []))  # `load_recipe` reports what is wrong with it
+    launch = take_launch(values, problems)
     if problems:
         raise ConfigError(problems)
     return launch

@@ -46,6 +46,12 @@ def unmatched(empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:
             if not any(name == target or name.endswith(f".{target}") for name in modules):
                 reason = f"no module of {type(empty).__name__} has the name {target!r}"
                 yield Problem(setting, ABSENT, reason, did_you_mean(str(target), known))
+    parameters = [name for name, _ in empty.named_parameters()]
+    for target in model.lora_target_parameters or ():
+        if not any(name == target or name.endswith(f".{target}") for name in parameters):
+            reason = f"no parameter of {type(empty).__name__} has the name {target!r}"
+            tails = sorted({".".join(name.split(".")[-2:]) for name in parameters})
+            yield Problem("lora_target_parameters", ABSENT, reason, did_you_mean(str(target), tails))
     if head is not None and head in (model.lora_target_modules or ()):
         reason = (
             f"TRL takes log-probabilities from the weight of {head!r} directly, and would not train an adapter on it"

@@ -109,10 +109,13 @@ def _parse_rewards(
     """Parse `reward_funcs`, with TRL's `reward_model_name_or_path` first as in TRL's own script."""
     entries: list[Any] | None = script.reward_funcs
     if entries is None and script.environments and not script.reward_model_name_or_path:
-        return [], []  # `reward_problems` reports environments without rewards of their own
+        if training.reward_weights is None or is_broken(training.reward_weights):
+            return [], []  # `reward_problems` reports environments without rewards of their own
+        reason = "reward_funcs is not set, whose weights these are"
+        cure = "Write a weight into the environment's entry."
+        return [], [Problem("reward_weights", training.reward_weights, reason, cure)]
     if script.reward_model_name_or_path:
-        model = {"name": script.reward_model_name_or_path.split("/")[-1], "func": script.reward_model_name_or_path}
-        entries = [model, *(entries or [])]
+        entries = [script.reward_model_name_or_path, *(entries or [])]
     weights = None if is_broken(training.reward_weights) else training.reward_weights
     return parse_rewards([] if entries is None else entries, weights, folder)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_ext.recipe.files import parse_value
+from grpo_ext.recipe.launching import FLAGS
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _BLANK = re.compile(r"[ \t\r]+|\\\n|#[^\n]*")
@@ -20,9 +21,12 @@ _PARAMETER = re.compile(
 )
 _HYDRA = re.compile(r"\+{0,2}([A-Za-z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
 _PROGRAM = re.compile(r".*\.py|(.*/)?(python[\d.]*|accelerate|torchrun|deepspeed|swift|megatron|trl|ray)")
+_LAUNCHERS_FLAGS = (*FLAGS, "standalone")
+"""Options of launchers that have no value: what follows one is the program."""
 _SKIPPED = ("export", "local", "readonly", "declare", "then", "else", "do")
 _DEPTH = {**dict.fromkeys(("if", "case", "for", "while"), 1), **dict.fromkeys(("fi", "esac", "done"), -1)}
-_OF_THE_RUN = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF")
+OF_WANDB = ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_GROUP", "WANDB_MODE")
+_OF_THE_RUN = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", *OF_WANDB)
 """Environment variables of the command that configure the run."""
 
 
@@ -61,7 +65,8 @@ def _arguments(words: list[str]) -> dict[str, Any]:
             read = [_value(value)]
             if not equals:
                 end = next((n for n in range(i, len(words)) if _is_key(words[n])), len(words))
-                read, i = [_value(value) for value in _before_program(words[i:end])], end
+                values = [] if name in _LAUNCHERS_FLAGS else _before_program(words[i:end])
+                read, i = [_value(value) for value in values], end
             found[name.replace("-", "_")] = True if not read else read[0] if len(read) == 1 else read
         elif (assigned := _ASSIGNMENT.match(word)) and assigned[1] in _OF_THE_RUN:
             found[assigned[1]] = _value(word[assigned.end() :])

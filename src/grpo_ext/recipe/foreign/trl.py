@@ -11,6 +11,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import recipes_folder
 from grpo_ext.recipe.foreign.engine import Draft, Translation, rules
+from grpo_ext.recipe.foreign.shell import OF_WANDB
 from grpo_ext.recipe.launching import FLAGS, VALUES
 from grpo_ext.recipe.parts import all_keys
 
@@ -130,6 +131,10 @@ def _launch(d: Draft) -> None:
         d.set("accelerate_config", name if shipped else path, f"{path} there" if shipped else "")
     if isinstance(name := d.get("reward_funcs"), str):
         d.set("reward_funcs", [name], of="reward_funcs")
+    if isinstance(weight := d.get("reward_weights"), int | float):
+        d.set("reward_weights", [weight], of="reward_weights")
+    for key in [key for key in d.given if key.startswith("no_") and key.removeprefix("no_") in d.project.same]:
+        d.set(key.removeprefix("no_"), not d.given[key], of=key)  # HfArgumentParser's --no_gradient_checkpointing
 
 
 # Open-R1.
@@ -272,7 +277,7 @@ def _data(d: Draft) -> None:
 
 _COMMAND = rules(
     {
-        "=": "PYTORCH_CUDA_ALLOC_CONF=env.PYTORCH_CUDA_ALLOC_CONF",
+        "=": " ".join(f"{name}=env.{name}" for name in ("PYTORCH_CUDA_ALLOC_CONF", *OF_WANDB)),
         "config_file": "* accelerate_config | a file, or the name of one that is shipped here",
         "CUDA_VISIBLE_DEVICES": "- | export it before the start",
     }
