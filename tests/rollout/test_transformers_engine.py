@@ -1,6 +1,7 @@
 """The grouped engine samples as `generate`: greedy tokens are equal, samples have its distribution; or it refuses."""
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +35,7 @@ from transformers import (
 
 from grpo_ext.packing.obstacles import Forward, obstacles
 from grpo_ext.rollout import decoding, transformers_engine
-from grpo_ext.rollout.decoding import distinct
+from grpo_ext.rollout.decoding import decode, distinct, padded
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.transformers_engine import GroupedEngine, grouped_engine, transformers_sampler
 from support import architectures, image_text, tiny
@@ -485,3 +486,16 @@ def test_an_error_of_a_generation_leaves_checkpointing_on(tmp_path, monkeypatch)
     with pytest.raises(MemoryError):
         transformers_sampler(trainer, trainer.args).sample([[5, 6]], [4])
     assert trainer.model.is_gradient_checkpointing
+
+
+@torch.no_grad()
+def test_a_row_that_has_ended_takes_no_further_positions():
+    """One row of 16 fills a model's positions at its own limit and stays in the batch, which goes on."""
+    sizes = {"vocab_size": 41, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": None}
+    model = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
+    contexts, limits = [[5] * 28, *[[5, 6, 7]] * 15], [4] + [29] * 15
+    ids, mask = padded(contexts, 0, None)
+    config = settings(do_sample=True, max_new_tokens=29, suppress_tokens=[1])
+    method = partial(decode, uniforms=torch.rand(16, 29), limits=torch.tensor(limits))
+    found = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, custom_generate=method)
+    assert found.shape == (16, 28 + 29)

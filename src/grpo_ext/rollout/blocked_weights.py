@@ -34,9 +34,12 @@ def blocked(model: nn.Module, rows: int, tokens: int) -> AbstractContextManager[
 
 
 def can_block() -> bool:
-    """Return whether this CPU and this build of torch multiply bfloat16 in blocks."""
-    x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return x86 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Return whether this CPU and this build of torch multiply bfloat16 in blocks, to the same bits.
+
+    Where the CPU has no instructions for bfloat16, plain weights and blocks round differently.
+    """
+    native = torch.cpu._is_avx512_bf16_supported()
+    return native and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _compiled(model: nn.Module) -> bool:

@@ -199,7 +199,7 @@ class _Batch:
     def forward(self) -> Tensor:
         """Return the logits of the next token."""
         assert self.rows_kept is not None
-        self.positions = self.positions + 1
+        self.positions = self.positions + (~self.finished[:, None]).long()  # a row that has ended may be at its last
         return self._logits(
             input_ids=self.ids[:, self.length - 1 : self.length],
             attention_mask=self.rows_kept.next_mask(),
