@@ -1,5 +1,6 @@
 """Rows held out for evaluation share no prompt with training rows; where a user's own splits do, they are counted."""
 
+import dataclasses
 import json
 import logging
 
@@ -135,6 +136,8 @@ def test_an_evaluation_set_has_all_of_its_rows(tmp_path, entry, rows):
     (tmp_path / "r.yaml").write_text(json.dumps(recipe))
     loaded = load_recipe(["--config", str(tmp_path / "r.yaml")])
     assert len(rows_of(loaded.eval_sets[0], loaded, None)) == rows
+    with pytest.raises(DataError, match=r"source_column='solutoin': no such column.*'solution'"):
+        rows_of(dataclasses.replace(loaded.eval_sets[0], source_column="solutoin"), loaded, None)
 
 
 def test_a_test_split_that_is_named_and_not_there_is_refused_beside_test_size(tmp_path):

@@ -28,6 +28,7 @@ from grpo_ext.data.rows import Row
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.recipe.parts import Recipe
+from grpo_ext.registry import did_you_mean
 
 
 def model_path(recipe: Recipe) -> str:
@@ -83,7 +84,7 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Tokenizer) -> list[Row]:
     """Rows of an evaluation set, prepared by the recipe's settings and those that the set overrides.
 
     Raises:
-        DataError: it cannot be loaded, or has no rows.
+        DataError: it cannot be loaded, has no rows, or not the `source_column` that was chosen.
     """
     data = dataclasses.replace(recipe.data, **chosen.data)
     dataset: AnyDataset | None
@@ -104,6 +105,10 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Tokenizer) -> list[Row]:
     rows = [dict(row) for row in islice(dataset or (), chosen.limit)]
     if not rows:
         raise DataError([Problem(f"eval_sets: {chosen.name}", ABSENT, "no rows", "Give data that has some.")])
+    source = chosen.source_column
+    if source != EvalSet.source_column and not any(source in row for row in rows):
+        cure = did_you_mean(source, rows[0])
+        raise DataError([Problem(f"eval_sets: {chosen.name}: source_column", source, "no such column", cure)])
     return rows
 
 
