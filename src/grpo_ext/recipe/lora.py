@@ -37,21 +37,21 @@ def unmatched(empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:
     head = next((n for n, m in modules.items() if m is empty.get_output_embeddings()), None)
     layers = [name for name in linear if name != head]
     every = sorted({name.rpartition(".")[2] for name in modules if name})
-    for setting, known in (("lora_target_modules", [*layers, "all-linear"]), ("lora_modules_to_save", every)):
+    parameters = [name for name, _ in empty.named_parameters()]
+    tails = sorted({".".join(name.split(".")[-2:]) for name in parameters})
+    for setting, kind, names, known in (
+        ("lora_target_modules", "module", modules, [*layers, "all-linear"]),
+        ("lora_modules_to_save", "module", modules, every),
+        ("lora_target_parameters", "parameter", parameters, tails),
+    ):
         given = getattr(model, setting)
         if isinstance(given, str):
             yield from _unmatched_pattern(setting, given, modules, known)
             continue
         for target in given or ():
-            if not any(name == target or name.endswith(f".{target}") for name in modules):
-                reason = f"no module of {type(empty).__name__} has the name {target!r}"
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                reason = f"no {kind} of {type(empty).__name__} has the name {target!r}"
                 yield Problem(setting, ABSENT, reason, did_you_mean(str(target), known))
-    parameters = [name for name, _ in empty.named_parameters()]
-    for target in model.lora_target_parameters or ():
-        if not any(name == target or name.endswith(f".{target}") for name in parameters):
-            reason = f"no parameter of {type(empty).__name__} has the name {target!r}"
-            tails = sorted({".".join(name.split(".")[-2:]) for name in parameters})
-            yield Problem("lora_target_parameters", ABSENT, reason, did_you_mean(str(target), tails))
     if head is not None and head in (model.lora_target_modules or ()):
         reason = (
             f"TRL takes log-probabilities from the weight of {head!r} directly, and would not train an adapter on it"
