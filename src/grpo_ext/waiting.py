@@ -4,15 +4,17 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
 
-class Leaving(threading.Event):
-    """An event that knows when it was set.
+class Shutdown(threading.Event):
+    """The end of a run by a signal: waits then end without what they wait for.
 
     Attributes:
-        since: by `time.monotonic`; infinity while it is not set.
+        since: time at which it was set, by `time.monotonic`; infinity while it is not set.
     """
 
     since = math.inf
@@ -22,14 +24,26 @@ class Leaving(threading.Event):
         self.since = min(self.since, time.monotonic())
         super().set()
 
-    def clear(self) -> None:
-        """Undo `set`."""
-        super().clear()
-        self.since = math.inf
+
+_of_runs = [Shutdown()]
+"""One for each run in progress, the innermost last; the first is of no run and is never set."""
 
 
-leaving = Leaving()
-"""Set when a signal ends the run: waits then end without what they wait for."""
+def shutdown() -> Shutdown:
+    """Return the shutdown of the run in progress; one that is never set where there is no run."""
+    return _of_runs[-1]
+
+
+@contextmanager
+def ended_by(event: Shutdown) -> Iterator[None]:
+    """Let all waits of this process end when `event` is set, for a `with` block."""
+    _of_runs.append(event)
+    try:
+        yield
+    finally:
+        _of_runs.remove(event)
+
+
 SIGNALLED = "not waited for, since a signal ends the run"
 POLL_SECONDS = 0.5
 SILENT_SECONDS = 8.0
@@ -106,7 +120,7 @@ class Wait:
         """
         now = time.monotonic()
         silent = now - self.since
-        if now - leaving.since >= self.grace:
+        if now - shutdown().since >= self.grace:
             raise WaitedInVain(SIGNALLED, self.since)
         if silent >= self.silent and not self._told:
             self._told = True

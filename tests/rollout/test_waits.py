@@ -31,14 +31,13 @@ SECONDS = 30
 
 
 @pytest.fixture(autouse=True)
-def no_signal():
-    waiting.leaving.clear()
-    yield
-    waiting.leaving.clear()
+def run():
+    with waiting.ended_by(waiting.Shutdown()):
+        yield
 
 
 def signal_after(seconds):
-    timer = threading.Timer(seconds, waiting.leaving.set)
+    timer = threading.Timer(seconds, waiting.shutdown().set)
     timer.start()
     return timer
 
@@ -65,12 +64,15 @@ def test_progress_moves_the_limit(caplog):
     assert not caplog.records
 
 
-def test_a_signal_while_training_ends_every_wait(monkeypatch):
+def test_a_signal_while_training_ends_every_wait_of_its_run():
     received = Signals()
-    received.phase = "training"
-    received.arrived(signal.SIGTERM)
-    with pytest.raises(WaitedInVain, match="a signal ends the run"):
-        Wait("The sampler", 100.0, "ddp_timeout").seconds()
+    wait = Wait("The sampler", 100.0, "ddp_timeout")
+    with received.run():
+        received.phase = "training"
+        received.arrived(signal.SIGTERM)
+        with pytest.raises(WaitedInVain, match="a signal ends the run"):
+            wait.seconds()
+    assert wait.seconds() > 0  # a signal of one run is none of the next
 
 
 # A server that plants faults.
@@ -310,7 +312,7 @@ def test_a_wait_whose_limit_its_caller_keeps_ends_on_a_signal_only_after_its_gra
     first = Wait("reward slow", 10.0, "timeout", grace=5.0)
     now[0] = 1000.0
     assert first.look() == waiting.POLL_SECONDS
-    waiting.leaving.set()
+    waiting.shutdown().set()
     now[0] = 1004.0
     assert Wait("another", 10.0, "timeout", grace=5.0).look() == waiting.POLL_SECONDS
     now[0] = 1006.0

@@ -37,25 +37,18 @@ def called(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
 
 
-class _Scripted:
-    """Its sampler says in turn k of every conversation what `script[k]` says, by the row's place."""
-
-    script: list
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        return self.said(prompt_ids), None
-
-    def said(self, prompt_ids):
-        made, start = self._tokenizer, self._tokenizer.convert_tokens_to_ids("<|im_start|>")
-        said = []
-        for place, ids in enumerate(prompt_ids):
-            turn = sum(token == start for token in ids) // 2 - 1  # user, assistant, tool, assistant, ...
-            said.append(made(self.script[turn](place), add_special_tokens=False)["input_ids"])
-        return said
+def _said(trainer, contexts):
+    """What `trainer.script[k]` says in turn k of every conversation, by the row's place."""
+    made, start = trainer._tokenizer, trainer._tokenizer.convert_tokens_to_ids("<|im_start|>")
+    said = []
+    for place, ids in enumerate(contexts):
+        turn = sum(token == start for token in ids) // 2 - 1  # user, assistant, tool, assistant, ...
+        said.append(made(trainer.script[turn](place), add_special_tokens=False)["input_ids"])
+    return said
 
 
 class Speaking:
-    """The sampler of a trainer of ours that plays environments."""
+    """The sampler of a trainer of ours."""
 
     together, takes_streams = False, False
 
@@ -63,15 +56,20 @@ class Speaking:
         self.trainer, self.limit = trainer, trainer.max_completion_length
 
     def sample(self, contexts, limits, streams=None, **options):
-        rows = zip(self.trainer.said(contexts), limits, strict=True)
+        rows = zip(_said(self.trainer, contexts), limits, strict=True)
         return [Sampled(ids[:limit], None, None) for ids, limit in rows]
 
 
-class Stock(_Scripted, GRPOTrainer):
-    pass
+class Stock(GRPOTrainer):
+    script: list
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        return _said(self, prompt_ids), None
 
 
-class Ours(_Scripted, GRPOExtTrainer):
+class Ours(GRPOExtTrainer):
+    script: list
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.collector.own = Speaking(self)

@@ -3,8 +3,13 @@
 After reading what changed: `python tests/test_trl_contract.py` prints the new table.
 """
 
+import ast
 import hashlib
+import importlib
 import inspect
+import pkgutil
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +18,9 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, utils
 
+import grpo_ext
 from grpo_ext import GRPOExtTrainer
+from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.vllm.client import Client
 from grpo_ext.rollout.vllm.generation import Generation
 
@@ -102,15 +109,61 @@ def test_trl_is_the_one_that_was_read():
     assert now == CONTRACT, "read what has changed against grpo_ext.trainer.grpo_trainer, then print the table anew"
 
 
-def test_an_override_takes_what_trl_passes():
-    for name in {name.partition(".")[2] for name in targets()} & {*vars(GRPOExtTrainer)}:
-        theirs = list(inspect.signature(getattr(trl.GRPOTrainer, name)).parameters)
-        ours = inspect.signature(getattr(GRPOExtTrainer, name)).parameters
-        further = {p for p, kind in ours.items() if kind.kind is kind.KEYWORD_ONLY and p not in theirs}
-        named = [p for p, kind in ours.items() if kind.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)]
-        named = [p for p in named if p not in further]
-        assert named == theirs[: len(named)], name
-        assert named == theirs or any(p.kind is p.VAR_KEYWORD for p in ours.values()), name
+UPSTREAM = ("trl", "transformers", "accelerate", "peft", "datasets")
+HANDED_ON = {"self._scorer.tokens": Scorer.tokens, "self.complete": Client.complete}
+"""What takes all the arguments of an override, where that is not the overridden method."""
+
+
+def functions(owner: type) -> dict[str, Callable]:
+    """Its own methods by name, without what Python itself calls."""
+    own = {name: getattr(value, "__func__", value) for name, value in vars(owner).items()}
+    return {name: value for name, value in own.items() if inspect.isfunction(value) and not name.startswith("__")}
+
+
+def overrides() -> dict[str, tuple[Callable, Callable]]:
+    """(ours, theirs) of every method of the package that another library calls."""
+    found = {}
+    for module in pkgutil.walk_packages(grpo_ext.__path__, "grpo_ext."):
+        if module.name == "grpo_ext.rollout.vllm.engine":  # of vLLM's processes, where it is installed
+            continue
+        for owner in vars(importlib.import_module(module.name)).values():
+            if inspect.isclass(owner) and owner.__module__ == module.name:
+                bases = [base for base in owner.__mro__ if base.__module__.partition(".")[0] in UPSTREAM]
+                for name, ours in functions(owner).items():
+                    theirs = next((functions(base)[name] for base in bases if name in functions(base)), None)
+                    if theirs is not None:
+                        found[f"{owner.__qualname__}.{name}"] = ours, theirs
+    return found
+
+
+OVERRIDES = overrides()
+
+
+def taken(function: Callable) -> tuple[list[str], set[inspect._ParameterKind]]:
+    """Names of the parameters that may be given by position, and the kinds of all."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD], {p.kind for p in parameters}
+
+
+def assert_takes(ours: Callable, theirs: Callable) -> None:
+    """Each argument by its name, and by position none under another name."""
+    expected, named = taken(theirs)[0], taken(ours)[0]
+    inspect.signature(ours).bind(**dict.fromkeys(expected))
+    assert all(mine == their for mine, their in zip(named, expected, strict=False)), (named, expected)
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_an_override_takes_what_is_passed_and_hands_on_what_it_does_not_name(name):
+    ours, theirs = OVERRIDES[name]
+    assert_takes(ours, theirs)
+    if inspect.Parameter.VAR_KEYWORD not in taken(ours)[1] or inspect.Parameter.VAR_KEYWORD in taken(theirs)[1]:
+        return
+    [function] = ast.parse(textwrap.dedent(inspect.getsource(ours))).body
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    whole = {ast.unparse(call.func) for call in calls if None in [keyword.arg for keyword in call.keywords]}
+    assert whole, "it drops what it does not name"
+    for target in whole - {f"super().{ours.__name__}"}:
+        assert_takes(HANDED_ON[target], theirs)
 
 
 OURS = ("reward_workers", "environments", "reward_memory_gib")

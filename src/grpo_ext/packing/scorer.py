@@ -163,6 +163,7 @@ class Scorer:
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
+        *,
         parents: Tensor | None = None,
         kept_tokens: Sequence[Tensor] | None = None,
         images: Sequence[RowImages] | None = None,

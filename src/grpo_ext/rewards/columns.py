@@ -24,6 +24,11 @@ Columns = Mapping[str, Any]
 """The columns of a batch by name, and TRL's `trainer_state` and callbacks."""
 
 
+def row_count(columns: Columns) -> int:
+    """Return the number of completions of a batch; the reward of TRL's environments needs `environments` only."""
+    return len(columns["completions"] if "completions" in columns else columns["environments"])
+
+
 def opened(text: str) -> str:
     """Return the tag of a layout that a prompt leaves open at its end, with its white space, or ""."""
     return text[found.start() :] if (found := re.search(r"<(?:think|answer)>\s*\Z", text)) else ""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from grpo_ext.child_processes import traceback_tail
-from grpo_ext.rewards.columns import CALLBACKS
+from grpo_ext.rewards.columns import CALLBACKS, row_count
 from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts, wrong_length
 from grpo_ext.rewards.runtime import AsyncComponent, Component
@@ -68,7 +68,7 @@ def for_trl(reward: Any, take: Take, ready: Ready = lambda *_: None) -> Any:
         try:
             return taken(ready(name, columns) or scorer.scores(columns))
         except Interrupted:  # on this process; all raise when their rewards are checked
-            rows = len(columns["completions"])
+            rows = row_count(columns)
             return taken(Scores([0.0] * rows, [None] * rows, error=SIGNALLED))
 
     chosen = call_async if waits(scorer) else call
@@ -147,7 +147,7 @@ class Contained:
         if from_outside(error):
             raise error
         reason = f": {error}" if isinstance(error, NotRewards) else f" raised: {traceback_tail(error)}"
-        none = [None] * len(columns["completions"])
+        none = [None] * row_count(columns)
         return Scores([*none], [*none], error=f"reward {self.__name__!r}{reason}")
 
     def _checked(self, values: Any, columns: Mapping[str, Any]) -> Scores:
@@ -169,6 +169,6 @@ class Contained:
         """Log the share of NaN, from the first one on."""
         if nans and not self._has_returned_nan:
             self._has_returned_nan = True
-            logger.warning(nan_warning(self.__name__, nans, len(columns["completions"])))
+            logger.warning(nan_warning(self.__name__, nans, row_count(columns)))
         if self._has_returned_nan and (log_metric := columns.get("log_metric")) is not None:
-            log_metric(f"rewards/{self.__name__}/nan_frac", nans / len(columns["completions"]))
+            log_metric(f"rewards/{self.__name__}/nan_frac", nans / row_count(columns))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_ext.objective.trajectory import COLUMN
-from grpo_ext.rewards.columns import Columns
+from grpo_ext.rewards.columns import Columns, row_count
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import from_outside
 from grpo_ext.rewards.workers.pool import Outcome, Status
@@ -108,7 +108,7 @@ def wrong_length(values: int, rows: int) -> str:
 def turn_counts(columns: Columns) -> list[int | None]:
     """Return the number of turns of each row's trajectory; None where completions are not trajectories."""
     trajectories = columns.get(COLUMN)
-    return [None] * len(columns["completions"]) if trajectories is None else [len(t.turns) for t in trajectories]
+    return [None] * row_count(columns) if trajectories is None else [len(t.turns) for t in trajectories]
 
 
 def read_value(value: Any, turns: int | None) -> tuple[float | None, list[float] | None, str]:

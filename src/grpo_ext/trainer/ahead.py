@@ -25,7 +25,7 @@ from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.in_flight import InFlight
 from grpo_ext.trainer.leaves import LeavesInBackground, Submitted, WindowRequest, done, leaves_of, request_of
-from grpo_ext.waiting import POLL_SECONDS, SIGNALLED, leaving
+from grpo_ext.waiting import POLL_SECONDS, SIGNALLED, shutdown
 
 Rows = list[dict[str, Any]]
 
@@ -217,7 +217,7 @@ class RolloutsAhead:
         began, metrics = time.monotonic(), self.trainer._metrics["train"]
         with self.trainer._times.during("rollout"), failing_together():
             while not wait([submitted.finished], POLL_SECONDS).done:
-                if leaving.is_set():
+                if shutdown().is_set():
                     raise SamplerLost(f"generation {window}, sampled ahead: {SIGNALLED}")
             finished = submitted.finished.result()
         metrics["overlap/waited"].append(time.monotonic() - began)

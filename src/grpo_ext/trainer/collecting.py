@@ -161,14 +161,14 @@ class Collector:
     def turn(
         self,
         contexts: list[list[int]],
-        images: Any,
         fields: Mapping[str, Any],
         group: int,
-        has_tool_images: bool = False,
+        *,
+        has_tool_images: bool,
     ) -> tuple[list[list[int]], Any]:
         """Sample a completion after each context: from what is ready, beside the training, or by the policy itself.
 
-        Arguments and result are those of TRL's `_generate_single_turn`.
+        Arguments and result are those of TRL's `_generate_single_turn`, which a tool's answer calls once more.
         """
         if has_tool_images:
             raise ConfigError([images_of_tools()])
@@ -282,7 +282,7 @@ class Collector:
     def ready_scores(self, name: str, columns: Mapping[str, Any]) -> Scores | None:
         """Return the scores of a reward if the background has scored these completions, and log what it logged."""
         ready = None if self._current is None else self._current.ready
-        given = columns["completions"], columns["completion_ids"]
+        given = columns.get("completions"), columns.get("completion_ids")
         if ready is None or given != (ready.completions, ready.completion_ids):
             return None
         scored: Scored | None = ready.scored.get(name)  # a script that resumes may have another reward

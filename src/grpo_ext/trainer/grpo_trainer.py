@@ -363,8 +363,15 @@ class GRPOExtTrainer(Lifecycle):
     def _generate(self, prompts: list) -> Generated:
         return self.collector.generated(super()._generate, prompts)
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-        return self.collector.turn(*args, **kwargs)
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any,
+        multimodal_fields: Mapping[str, Any],
+        num_generations: int,
+        has_tool_images: bool = False,
+    ) -> tuple[list[list[int]], Any]:
+        return self.collector.turn(prompt_ids, multimodal_fields, num_generations, has_tool_images=has_tool_images)
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]

@@ -42,7 +42,6 @@ from grpo_ext.trainer.reference import InitialWeights
 from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.signals import interrupted, naming_checkpoint, naming_lost_ranks, signals
 from grpo_ext.trainer.trial_save import check_saving
-from grpo_ext.waiting import leaving
 
 
 class _EndedByEvaluation(Exception):
@@ -99,6 +98,7 @@ class Lifecycle(GRPOTrainer):
     # Training.
 
     @safe_output()
+    @signals.run()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as TRL does; a second call begins with new rollouts.
 
@@ -132,7 +132,6 @@ class Lifecycle(GRPOTrainer):
             raise
         finally:
             self.collector.close()
-            leaving.clear()
         if self._guard.requested:
             raise interrupted(self._guard.requested, self.state, of_recipe=self.recipe_record is not None)
         self._guard.report()
@@ -212,9 +211,12 @@ class Lifecycle(GRPOTrainer):
         with nullcontext() if _internal_call else processes.gathered(self):
             super().save_model(output_dir, _internal_call)
 
-    def create_model_card(self, *args: object, **kwargs: Any) -> None:
-        """Write README.md into `output_dir`; takes TRL's keywords."""
-        self._writer.attempt(saving.write_card, self, Path(str(self.args.output_dir)), **kwargs)
+    def create_model_card(  # type: ignore[override]  # TRL's, which takes less than transformers'
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write README.md into `output_dir`."""
+        named = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+        self._writer.attempt(saving.write_card, self, Path(str(self.args.output_dir)), **named)
 
     def init_hf_repo(self, token: str | None = None) -> None:
         """Create the repository and the branch that the run pushes to.
@@ -277,28 +279,35 @@ class Lifecycle(GRPOTrainer):
             return None
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
-    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
         """Evaluate with metrics over all completions instead of batches; the random streams of training are kept."""
+        passed = description, prediction_loss_only, ignore_keys, metric_key_prefix
         rows = None
         output: Any
         if has_length(dataloader):
             rows = len(dataloader.dataset) * self.num_generations_eval  # type: ignore[arg-type]
         self._eval_rows = EvalRows(0, rows)
-        prefix = str(kwargs.get("metric_key_prefix", "eval"))
         if self.args.loss_defaults == "trl":
-            output = super().evaluation_loop(dataloader, *args, **kwargs)
-            self._name_figures(prefix)
+            output = super().evaluation_loop(dataloader, *passed)
+            self._name_figures(metric_key_prefix)
             return output
         self._figures.clear()  # a step that failed may have left some
         evaluated = Evaluated(rows)
         with temporarily(self, _evaluated=evaluated), random_streams_kept(), self.collector.paused():
-            output = super().evaluation_loop(dataloader, *args, **kwargs)
+            output = super().evaluation_loop(dataloader, *passed)
         metrics, weights = self._metrics["eval"], self.reward_weights.double()
         figures = evaluated.figures(self.reward_func_names, weights, self.num_generations_eval, self.objective)
         metrics.update({name: [value] for name, value in figures.items()})
         self._figures.log(metrics, self.accelerator)
-        output.metrics[f"{prefix}_loss"] = metrics.pop("loss", [0.0])[-1]
-        self._name_figures(prefix)
+        output.metrics[f"{metric_key_prefix}_loss"] = metrics.pop("loss", [0.0])[-1]
+        self._name_figures(metric_key_prefix)
         return output
 
     def _name_figures(self, prefix: str) -> None:
@@ -334,11 +343,17 @@ class Lifecycle(GRPOTrainer):
         return self._train_sampler
 
     def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: str | None, trial: object
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: object,
     ) -> tuple[int, int]:
         """Return the completed epochs, and the batches of the current one that have been trained on."""
+        checkpoint, epochs = resume_from_checkpoint, num_train_epochs
         with naming_checkpoint(checkpoint):
-            place = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
+            place = super()._init_training_state(max_steps, num_update_steps_per_epoch, epochs, checkpoint, trial)
         self._resumed = None
         if checkpoint is None:
             return place

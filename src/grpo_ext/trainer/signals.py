@@ -21,7 +21,7 @@ import psutil
 from grpo_ext.config.launch import ASKED, COMMAND, rank, write_exit_code
 from grpo_ext.errors import ABSENT, NOT_FINISHED, ConfigError, Problem, RankLost, RunInterrupted
 from grpo_ext.terminal import printable
-from grpo_ext.waiting import leaving
+from grpo_ext.waiting import Shutdown, ended_by
 
 if TYPE_CHECKING:
     from transformers import TrainerState  # not at run time: `grpo_ext.train` listens before it imports torch
@@ -48,6 +48,7 @@ class Signals:
             process.
         cleanups: called before the process ends at once.
         step_seconds: how long the last step took, 0 before the first has ended.
+        shutdown: of the run in progress; set by a signal while it trains.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class Signals:
         self.phase: Phase = "loading"
         self.cleanups: list[Callable[[], None]] = []
         self.step_seconds = 0.0
+        self.shutdown = Shutdown()
         self._first = 0.0
         self._kept: dict[int, object] = {}
         self._pipe: tuple[int, int] | None = None
@@ -91,10 +93,16 @@ class Signals:
         self._pipe = None
 
     @contextmanager
+    def run(self) -> Iterator[None]:
+        """Let a signal while `training` end all waits of the run."""
+        self.shutdown = Shutdown()
+        with ended_by(self.shutdown):
+            yield
+
+    @contextmanager
     def training(self) -> Iterator[None]:
         """Mark the phase in which optimizer steps read `requested`, and listen if this process does not yet."""
         self.requested = 0
-        leaving.clear()
         watching, self.phase = self.watch(), "training"
         try:
             yield
@@ -122,7 +130,7 @@ class Signals:
             line = f"{signal_name(number)} before the first step, without a checkpoint. Start it again."
             self.leave_now(NOT_FINISHED, line)
         if self.phase == "training":
-            leaving.set()
+            self.shutdown.set()
         if self.phase == "training" and rank() == 0:
             took = f" (the last one took {self.step_seconds:.0f} s)" if self.step_seconds else ""
             line = f"{signal_name(number)}: a checkpoint is saved after this step{took}; a second signal ends the run"

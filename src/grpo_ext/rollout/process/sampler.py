@@ -22,7 +22,7 @@ from grpo_ext.rollout.process.messages import Failure, SampleRequest, Start, Tab
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import drawn
-from grpo_ext.waiting import SILENT_SECONDS, Wait, WaitedInVain, leaving
+from grpo_ext.waiting import SILENT_SECONDS, Wait, WaitedInVain, shutdown
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class ProcessSampler:
             try:
                 return self._ask(version, request)
             except Trouble as trouble:
-                if leaving.is_set():
+                if shutdown().is_set():
                     raise SamplerLost(str(trouble)) from None
                 if not self._closed:
                     logger.warning(f"the process that samples completions: {trouble}. It is started and asked again.")

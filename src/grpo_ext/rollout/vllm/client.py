@@ -103,9 +103,14 @@ class Client(VLLMClient):
         """Weights handed to the transfer, which count as progress."""
         self._failures = 0
         """Requests that failed: what NCCL then waits for does not come."""
-        super().__init__(base_url=base_url, group_port=group_port, connection_timeout=timeout)
-        self.session.mount("http://", HTTPAdapter(pool_maxsize=CONNECTIONS))  # no retries: a push must not be repeated
-        self.session.mount("https://", HTTPAdapter(pool_maxsize=CONNECTIONS))
+        # what TRL's own sets, which needs vLLM where only HTTP is used, and repeats requests: a push must not be
+        url, self.session = urlparse(base_url), requests.Session()
+        self.base_url, self.host = f"{url.scheme or 'http'}://{url.netloc}{url.path}", url.hostname
+        self.group_port, self.communicator, self._updating_weights = group_port, None, False
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
+        self.check_server(timeout)
+        self.model = self._get(f"{self.base_url}/v1/models")["data"][0]["id"]
 
     # Requests. Each ends, with an answer or with ServerTrouble.
 

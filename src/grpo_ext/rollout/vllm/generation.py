@@ -38,7 +38,7 @@ from grpo_ext.rollout.vllm.server import (
 )
 from grpo_ext.rollout.vllm.unpushable import unpushable
 from grpo_ext.rollout.vllm.weights import HostCopy, Rounding, effective_weights, is_quantised, policy_dtype
-from grpo_ext.waiting import SIGNALLED, leaving
+from grpo_ext.waiting import SIGNALLED, shutdown
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Generation(vllm_generation.VLLMGeneration):
                 self._check_server(self.vllm_client.base_url)
                 return self.vllm_client.init_communicator(self.accelerator.device)
             except (ServerTrouble, ServerUnreachable):
-                if leaving.wait(1.0) or time.monotonic() > deadline:
+                if shutdown().wait(1.0) or time.monotonic() > deadline:
                     raise
 
     def new_client(self) -> Client:
@@ -209,9 +209,9 @@ class Generation(vllm_generation.VLLMGeneration):
         assert isinstance(first, ServerTrouble)
         deadline, pause = first.since + self.server_timeout, 0.5 * len(troubles)
         left, before = deadline - time.monotonic(), self.vllm_client.serving
-        if not leaving.is_set():
+        if not shutdown().is_set():
             logger.warning(f"vLLM server: {last}. Waiting up to {max(left, 0):.0f} s for it to come back.")
-        while left > 0 and not leaving.wait(min(pause, LONGEST_PAUSE, left)):
+        while left > 0 and not shutdown().wait(min(pause, LONGEST_PAUSE, left)):
             try:
                 self.vllm_client.reconnect(self.accelerator.device, patience=max(deadline - time.monotonic(), 1.0))
                 if self.vllm_client.serving != before:
@@ -225,7 +225,7 @@ class Generation(vllm_generation.VLLMGeneration):
 
     def lost(self, trouble: Exception) -> ServerLost:
         """Return the error that ends a run whose server did not recover from `trouble`."""
-        if leaving.is_set():
+        if shutdown().is_set():
             return ServerLost(f"{trouble}; {SIGNALLED}")
         return ServerLost(
             f"{trouble}; it did not recover within vllm_server_timeout={self.server_timeout:g} s. "

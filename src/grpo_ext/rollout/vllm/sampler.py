@@ -19,7 +19,7 @@ from grpo_ext.rollout.vllm.kept import read
 from grpo_ext.rollout.vllm.repairs import Repairs, shared_store
 from grpo_ext.rollout.vllm.server import CONNECTIONS
 from grpo_ext.rollout.vllm.weights import HostCopy
-from grpo_ext.waiting import leaving
+from grpo_ext.waiting import shutdown
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +219,6 @@ class ServerSampler:
             except RuntimeError as error:
                 raise ServerLost(f"vLLM server: {error}") from error
             late = time.monotonic() - troubles[0].since > generation.server_timeout
-            if late or leaving.wait(min(0.5 * len(troubles), LONGEST_PAUSE)):
+            if late or shutdown().wait(min(0.5 * len(troubles), LONGEST_PAUSE)):
                 raise generation.lost(troubles[-1])
             self._repairs.wait(repairs, troubles)
