@@ -22,6 +22,7 @@ import grpo_ext
 from grpo_ext.objective import losses, surrogates
 from grpo_ext.versions import TESTED, naming_untested
 from support import tiny
+from support.extras import closure
 from support.processes import PATIENCE
 from support.trainers import build
 
@@ -256,23 +257,7 @@ def test_constraints_pin_everything_that_is_installed():
     assert next(iter(pins())) == "torch"
     assert all(re.fullmatch(r"[\d.]+(post\d+|b\d+)?", version) for version in pins().values())
     accelerator = ("nvidia-", "cuda-", "triton")  # what a CUDA build of torch brings along
-    assert {n for n in installed_for_development() if not n.startswith(accelerator)} <= pinned
-
-
-def installed_for_development() -> set[str]:
-    """Distributions that `grpo-ext[dev]` needs, all the way down."""
-    seen: set[tuple[str, str]] = set()
-    waiting = [("grpo-ext", extra) for extra in ("", "dev", "plot", "tasks")]
-    while waiting:
-        name, extra = waiting.pop()
-        if (name, extra) in seen:
-            continue
-        seen.add((name, extra))
-        for line in metadata.requires(name) or []:
-            needed = Requirement(line)
-            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                waiting += [(canonicalize_name(needed.name), e) for e in ("", *needed.extras)]
-    return {name for name, _ in seen} - {"grpo-ext"}
+    assert {n for n in closure("dev") if not n.startswith(accelerator)} <= pinned
 
 
 def test_what_vllm_needs_is_pinned_too():
