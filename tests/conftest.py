@@ -26,6 +26,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from support.extras import OnlyTestExtra, need
+
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs, and their children, ignore it
 settings.register_profile("busy machine", deadline=None)
@@ -37,7 +39,13 @@ LONGEST += ("distributed/test_splits", "real_vllm/test_environments", "real_vllm
 """Ends of the files that take minutes, the longest first."""
 
 
+def pytest_addoption(parser):
+    parser.addoption("--only-test-extra", action="store_true", help="hide what `make test` does not install")
+
+
 def pytest_configure(config):
+    if config.getoption("only_test_extra"):
+        OnlyTestExtra.install()
     # third-party noise that "warnings as errors" must not trip over
     for message in (
         "ignore:.*gradient_checkpointing.*deprecated:FutureWarning",
@@ -61,6 +69,11 @@ def pytest_collection_modifyitems(items):
         return next((i for i, end in enumerate(LONGEST) if str(path).endswith(f"{end}.py")), len(LONGEST))
 
     items.sort(key=lambda item: (place(item.path), item.path not in long, -tests[item.path], item.path))
+
+
+def pytest_runtest_setup(item):
+    for marker in item.iter_markers("extra"):
+        need(*marker.args)
 
 
 def pytest_runtest_logreport(report):

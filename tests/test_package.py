@@ -1,5 +1,6 @@
 """The package as others get it: a light import, a complete wheel, documents that agree with the code."""
 
+import ast
 import importlib.util
 import os
 import pathlib
@@ -22,6 +23,7 @@ import grpo_ext
 from grpo_ext.objective import losses, surrogates
 from grpo_ext.versions import TESTED, naming_untested
 from support import tiny
+from support.extras import closure
 from support.processes import PATIENCE
 from support.trainers import build
 
@@ -74,15 +76,18 @@ def test_a_newer_transformers_is_warned_of_and_named_beside_an_error(tmp_path, m
     assert [record.message for record in caplog.records].count(NOTICE) == 1
 
 
-def test_notices_of_what_others_call_are_hidden():
-    program = """
-        import warnings, grpo_ext
-        for name in ("gradient_checkpointing_enable", "is_gradient_checkpointing", "something"):
-            warnings.warn(f"`{name}` is deprecated and will be removed in v6.", FutureWarning)
-    """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert "`something` is deprecated" in run.stderr
-    assert "gradient_checkpointing" not in run.stderr
+def test_importing_changes_no_filter():
+    """No module does as it is imported: neither what Python warns of, nor what another package logs."""
+    setters = {"filterwarnings", "simplefilter", "resetwarnings", "addFilter", "setLevel", "captureWarnings"}
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        waiting: list[ast.AST] = [*ast.parse(path.read_text()).body]
+        while waiting:
+            node = waiting.pop()
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                waiting += ast.iter_child_nodes(node)
+                found += [path.name] if isinstance(node, ast.Attribute) and node.attr in setters else []
+    assert found == []
 
 
 def test_every_public_name_is_there_and_on_its_page():
@@ -256,23 +261,7 @@ def test_constraints_pin_everything_that_is_installed():
     assert next(iter(pins())) == "torch"
     assert all(re.fullmatch(r"[\d.]+(post\d+|b\d+)?", version) for version in pins().values())
     accelerator = ("nvidia-", "cuda-", "triton")  # what a CUDA build of torch brings along
-    assert {n for n in installed_for_development() if not n.startswith(accelerator)} <= pinned
-
-
-def installed_for_development() -> set[str]:
-    """Distributions that `grpo-ext[dev]` needs, all the way down."""
-    seen: set[tuple[str, str]] = set()
-    waiting = [("grpo-ext", extra) for extra in ("", "dev", "plot", "tasks")]
-    while waiting:
-        name, extra = waiting.pop()
-        if (name, extra) in seen:
-            continue
-        seen.add((name, extra))
-        for line in metadata.requires(name) or []:
-            needed = Requirement(line)
-            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                waiting += [(canonicalize_name(needed.name), e) for e in ("", *needed.extras)]
-    return {name for name, _ in seen} - {"grpo-ext"}
+    assert {n for n in closure("dev") if not n.startswith(accelerator)} <= pinned
 
 
 def test_what_vllm_needs_is_pinned_too():

@@ -115,7 +115,7 @@ def test_a_run_is_finished_repaired_prolonged_refused_and_restarted(recipe, tmp_
     with pytest.raises(ConfigError, match=r"rate: .* loss_type: 'grpo' there, 'dr_grpo' here\. .*another output_dir"):
         train(load_recipe(recipe(**STEADY, max_steps=2, loss_type="dr_grpo", learning_rate=0.5)))
     with pytest.raises(ConfigError, match=r"out: it is of another run: dataset_name: .*seed: 7 there, 8 here"):
-        train(load_recipe(recipe(**STEADY, max_steps=3, seed=8, dataset_name="reasoning_gym/chain_sum")))
+        train(load_recipe(recipe(**STEADY, max_steps=3, seed=8, dataset_name="quickstart/guess")))
     with pytest.raises(ConfigError, match=r"max_steps=1: .*checkpoint-2 is already beyond it"):
         train(load_recipe([*recipe(**STEADY, max_steps=1), "--resume_from_checkpoint", str(out / "checkpoint-2")]))
 

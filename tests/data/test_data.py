@@ -17,6 +17,7 @@ from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.prepare import prepare
 from grpo_ext.data.rows import Plan, RowError, boxed_answer, check_columns, convert, gsm8k_answer
 from grpo_ext.errors import DataError
+from support.extras import need
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "level": i} for i in range(10)]
 USER = [{"role": "user", "content": "Hi"}]
@@ -554,6 +555,7 @@ def test_a_name_the_hub_cannot_give_is_named(monkeypatch):
 TASKS = ["chain_sum", "basic_arithmetic", "gcd", "prime_factorization", "graph_color", "mini_sudoku", "word_sorting"]
 
 
+@pytest.mark.extra("tasks")
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_scores_its_own_answers_after_json(task):
     import reasoning_gym
@@ -570,11 +572,13 @@ def test_a_task_scores_its_own_answers_after_json(task):
     assert (train[0]["solution"] is None) == (task == "graph_color")
 
 
+@pytest.mark.extra("tasks")
 def test_a_task_is_the_same_on_every_rank():
     first, second = (load("reasoning_gym/gcd", eval_needed=True, dataset_kwargs={"size": 8}) for _ in range(2))
     assert [split[:] for split in first] == [split[:] for split in second]
 
 
+@pytest.mark.extra("tasks")
 def test_training_and_evaluation_of_a_task_are_disjoint(caplog):
     small = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "size": 60}
     train, evaluation = load("reasoning_gym/chain_sum", eval_needed=True, test_size=30, dataset_kwargs=small)
@@ -587,6 +591,7 @@ def test_training_and_evaluation_of_a_task_are_disjoint(caplog):
     assert {tasks._question(row) for row in unfiltered} & trained
 
 
+@pytest.mark.extra("tasks")
 def test_the_evaluation_of_a_task_does_not_move_with_the_training_size():
     evaluations = [
         load("reasoning_gym/chain_sum", test_size=5, dataset_kwargs={"size": size})[1]["prompt"][:] for size in (3, 12)
@@ -594,6 +599,7 @@ def test_the_evaluation_of_a_task_does_not_move_with_the_training_size():
     assert evaluations[0] == evaluations[1]
 
 
+@pytest.mark.extra("tasks")
 def test_a_task_with_nothing_left_to_evaluate_on_is_refused(caplog):
     tiny = {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 2}
     assert "none is left to evaluate on" in refusal(
@@ -604,12 +610,14 @@ def test_a_task_with_nothing_left_to_evaluate_on_is_refused(caplog):
     assert "the task has few questions" in caplog.text
 
 
+@pytest.mark.extra("tasks")
 def test_a_task_that_json_breaks_is_refused():
     assert "reasoning_gym/rearc: its verifier scores the task's own answer 1.0 before and 0.05 after" in refusal(
         "reasoning_gym/rearc", dataset_kwargs={"size": 2}
     )
 
 
+@pytest.mark.extra("tasks")
 def test_a_mixture_of_tasks():
     specs = [{"name": "gcd", "config": {"max_value": 9}}, {"name": "lcm", "weight": 2.0}]
     train, _ = load("reasoning_gym/composite", dataset_kwargs={"datasets": specs, "size": 20})
@@ -621,6 +629,7 @@ def test_a_mixture_of_tasks():
     )
 
 
+@pytest.mark.extra("tasks")
 def test_settings_reach_procedural_rows():
     train, _ = load("reasoning_gym/gcd", system_prompt="S", max_samples=3, dataset_kwargs='{"size": 9}')
     assert len(train) == 3
@@ -709,6 +718,8 @@ def test_quickstart_is_delegated(monkeypatch):
     ],
 )
 def test_problems_are_seen_without_loading(name, settings, reason):
+    if name and name.startswith("reasoning_gym/"):
+        need("tasks")
     found = dataset_problems(DataConfig(**settings), name)
     assert len(found) == 1
     assert reason in str(found[0])
@@ -724,6 +735,7 @@ class Options:
     top: int | None = 3
 
 
+@pytest.mark.extra("tasks")
 def test_options_of_the_declared_type_are_valid(monkeypatch):
     from reasoning_gym.factory import DATASETS
 
@@ -739,6 +751,8 @@ def test_options_of_the_declared_type_are_valid(monkeypatch):
 
 @pytest.mark.parametrize("name", ["quickstart/addition", "reasoning_gym/gcd"])
 def test_a_task_has_no_other_splits(name):
+    if name.startswith("reasoning_gym/"):
+        need("tasks")
     for splits in ({"train_split": "nope"}, {"train_split": "train[:5]"}, {"test_split": "zip"}):
         ((key, value),) = splits.items()
         with pytest.raises(DataError, match=re.escape(f"dataset_{key}={value!r}: {name!r} makes only")):

@@ -26,7 +26,6 @@ def asked(session, text):
 @pytest.fixture
 def server():
     """A counter's address, and what ends it."""
-    pytest.importorskip("openenv.core")
     import uvicorn
     from openenv.core.env_server import create_app
     from openenv.core.env_server.interfaces import Environment
@@ -68,6 +67,7 @@ def server():
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.extra("openenv")
 def test_a_server_of_openenv_is_played(server):
     name, stop = server
     [spec], problems = parse_environments([{"name": name, "kwargs": {"action": "number", "observation": "text"}}])
@@ -89,6 +89,7 @@ def test_a_server_of_openenv_is_played(server):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.extra("openenv")
 def test_what_is_no_server_of_openenv_is_refused(server):
     name, _ = server
     for entry, word in [(name, "number"), ({"name": "openenv/http://127.0.0.1:9"}, "no server")]:

@@ -207,8 +207,6 @@ def test_every_reward_that_reads_a_text_is_under_the_law():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", READERS)
 def test_no_reader_is_worse_than_linear_in_the_length_of_a_text(name, monkeypatch):
-    if "json_schema" in name:
-        pytest.importorskip("jsonschema")
     read, sources = READERS[name]
     read("72")  # what is imported on first use
     times = {}

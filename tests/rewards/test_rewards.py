@@ -252,9 +252,12 @@ def test_trl_names_are_trls_functions():
 
 
 def gym_entry(task, seed=3):
-    return pytest.importorskip("reasoning_gym").create_dataset(task, size=1, seed=seed)[0]
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, size=1, seed=seed)[0]
 
 
+@pytest.mark.extra("tasks")
 @pytest.mark.parametrize(
     ("extract", "expected"), [("answer", [1.0, 0.0]), ("text", [0.0, 0.0]), ("last_line", [0.0, 1.0])]
 )
@@ -266,6 +269,7 @@ def test_reasoning_gym_extracts_as_told(extract, expected):
     assert [float(score == 1.0) for score in scores] == expected
 
 
+@pytest.mark.extra("tasks")
 @pytest.mark.parametrize("entry", [None, "", "{}", '{"metadata": {"source_dataset": "no_such_task"}}', "[]"])
 def test_reasoning_gym_gives_none_for_an_entry_it_cannot_use(entry):
     assert rewards["reasoning_gym"](completions=["1"], reasoning_gym_entry=[entry]) == [None]

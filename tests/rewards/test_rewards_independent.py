@@ -7,6 +7,7 @@ from test_reward_model import save
 
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.composition import RewardSpec
+from support.extras import need
 
 THINKING = "<think>\na\n</think>\n<answer>\n{}\n</answer>"
 TEXTS = [
@@ -51,12 +52,13 @@ def columns_of(name: str, model: str) -> tuple[dict, dict]:
     """Columns and options with which a reward tells these completions apart."""
     columns = COLUMNS | ({"solution": [SOLUTIONS[name]] * N} if name in SOLUTIONS else {})
     if name == "reasoning_gym":
-        task = pytest.importorskip("reasoning_gym").create_dataset("basic_arithmetic", size=1, seed=0)
+        need("tasks")
+        import reasoning_gym
+
+        task = reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=0)
         columns |= {"reasoning_gym_entry": [json.dumps({**task[0], "answer": "72"})] * N}
     if name == "code_format":
         columns |= {"language": ["python"] * N}
-    if name == "json_schema":
-        pytest.importorskip("jsonschema")
     if name in ("reward_model", "minimind", "minimind_current"):
         columns |= {"completions": [[{"role": "assistant", "content": "a" * (3 * i % 7)}] for i in range(N)]}
         own = {"model": model} if name == "reward_model" else {"reward_model": {"model": model}}

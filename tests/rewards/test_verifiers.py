@@ -14,8 +14,10 @@ from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.code import sandbox
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Runtime
+from support.extras import need
 
-gym = pytest.importorskip("reasoning_gym")
+need("tasks")
+import reasoning_gym as gym
 from reasoning_gym.factory import DATASETS
 
 try:

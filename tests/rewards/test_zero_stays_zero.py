@@ -62,8 +62,6 @@ def test_every_reward_is_under_the_law():
 @pytest.mark.parametrize("name", REWARDS)
 def test_a_hostile_completion_has_a_score(name, monkeypatch):
     monkeypatch.setattr(answers, "CHECK_SECONDS", 0.1)
-    if "json_schema" in name:
-        pytest.importorskip("jsonschema")
     columns = {k: v for k, v in COLUMNS.items() if k != "solution" or name != "multiple_choice"}
     unscored = []
     for what, text in TEXTS.items():
@@ -87,7 +85,6 @@ def test_a_hostile_completion_has_a_score(name, monkeypatch):
     ],
 )
 def test_an_answer_that_cannot_be_checked_scores_zero(text, schema):
-    pytest.importorskip("jsonschema")
     assert rewards["json_schema"](completions=[text], schema=[json.dumps(schema)]) == [0.0]
 
 
@@ -100,7 +97,6 @@ def test_an_answer_that_cannot_be_checked_scores_zero(text, schema):
     ],
 )
 def test_numbers_and_unique_items_that_fit(text, schema):
-    pytest.importorskip("jsonschema")
     assert rewards["json_schema"](completions=[text], schema=[schema]) == [1.0]
 
 
@@ -114,7 +110,6 @@ def test_numbers_and_unique_items_that_fit(text, schema):
 )
 @pytest.mark.parametrize("text", ["1", "[1]", "{}", "[[[]]]"])
 def test_a_faulty_schema_scores_nothing_whatever_the_answer(schema, text):
-    pytest.importorskip("jsonschema")
     assert rewards["json_schema"](completions=[text], schema=[schema]) == [None]
 
 

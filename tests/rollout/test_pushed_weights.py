@@ -1,7 +1,6 @@
 """What a sampler is sent of a policy with adapters or a quantised base: the weights with which the policy computes."""
 
 import copy
-from importlib.util import find_spec
 
 import peft
 import pytest
@@ -195,7 +194,6 @@ def test_the_smaller_the_update_the_more_of_it_bfloat16_loses(spread):
 
 # Quantised bases.
 
-needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 QUANTISED = {
     "4 bits": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32},
     "nf4 twice": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
@@ -215,7 +213,7 @@ def quantised(folder, dtype, **options):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype).eval()
 
 
-@needs_bitsandbytes
+@pytest.mark.extra("qlora")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("adapter", "training"),
