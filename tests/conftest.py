@@ -20,6 +20,7 @@ import gc
 import signal
 import warnings
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ LONGEST += ("distributed/test_splits", "real_vllm/test_environments", "real_vllm
 
 def pytest_addoption(parser):
     parser.addoption("--only-test-extra", action="store_true", help="hide what `make test` does not install")
+    parser.addoption("--done", type=Path, help="leave out the tests that this file names, and add those that pass")
 
 
 def pytest_configure(config):
@@ -59,9 +61,26 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", message)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Of a function marked `cases(n)` n cases, evenly spread, are quick; the others are slow."""
+    made = yield
+    for marker in getattr(obj, "pytestmark", ()) if isinstance(made, list) else ():
+        if marker.name == "cases":
+            [kept] = marker.args
+            quick = {round(i * (len(made) - 1) / max(1, kept - 1)) for i in range(kept)}
+            for item in (item for i, item in enumerate(made) if i not in quick):
+                item.add_marker("slow")
+    return made
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Files with long tests first, so that no process is left with one of them when the others have nothing to do."""
+    if (done := config.getoption("done")) and done.exists():
+        known = {*done.read_text().splitlines()}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
+        items[:] = [item for item in items if item.nodeid not in known]
     long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("vllm")}
     tests = Counter(item.path for item in items)
 
@@ -72,12 +91,25 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
+    if item.get_closest_marker("vllm") and find_spec("vllm") is None and not os.environ.get("GRPO_EXT_REQUIRE_VLLM"):
+        pytest.skip("vLLM is not installed: make install-vllm installs its CPU build")
     for marker in item.iter_markers("extra"):
         need(*marker.args)
 
 
+PASSED: list[str] = []
+
+
+def pytest_sessionfinish(session):
+    if (done := session.config.getoption("done")) and "PYTEST_XDIST_WORKER" not in os.environ:
+        with done.open("a") as file:
+            file.writelines(f"{name}\n" for name in PASSED)
+
+
 def pytest_runtest_logreport(report):
     """A failure is told at once: a run that is cut off never comes to its summary."""
+    if report.passed and report.when == "call":
+        PASSED.append(report.nodeid)
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)\n{report.longreprtext}", flush=True)
 

@@ -26,6 +26,7 @@ def test_the_std_favours_both_ends_alike_and_more_in_large_groups():
     assert small[0] == pytest.approx(7 / 8**0.5, rel=0.05)  # one right of eight: (G - 1) / sqrt(G)
 
 
+@pytest.mark.slow
 def test_a_std_of_the_batch_favours_them_less():
     batch, group = (difficulty.weights(name) for name in ("batch", "group"))
     assert max(batch) / min(batch) < 1.1 < 1.3 < max(group) / min(group)

@@ -42,6 +42,7 @@ def run(kind, model, folder, monkeypatch, **asked):
     return train(load_recipe(["--config", str(folder / "recipe.yaml")]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_leaves_what_hangs_and_ends_at_the_same_bits(kind, tmp_path, monkeypatch, caplog):
     model = tmp_path / "model"

@@ -152,7 +152,11 @@ def test_a_probe_trains_and_leaves_nothing(recipe, tmp_path, capsys):
     [
         (("--num_processes", "2"), "--probe: a probe runs in this process, and the launch has 2 by accelerate"),
         (("--accelerate_config", "single"), "Leave out the launch to probe one process."),
-        (("--use_vllm", "true", "--vllm_mode", "server"), "a probe would push its weights to the server"),
+        pytest.param(
+            ("--use_vllm", "true", "--vllm_mode", "server"),
+            "a probe would push its weights to the server",
+            marks=pytest.mark.vllm,
+        ),
         (("--epsilon", "-1"), "epsilon=-1"),
     ],
 )
@@ -161,6 +165,7 @@ def test_what_cannot_be_probed_is_refused_before_a_model_is_loaded(recipe, nothi
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("error", [RewardError, RolloutDrift, ServerLost])
 def test_an_error_of_a_step_is_one_line(recipe, error, monkeypatch, capsys):
     def fail(*args):

@@ -52,6 +52,7 @@ def recipe(tmp_path):
     return write
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "step"), [("mixture", 4), ("stream", 1)])
 def test_a_stopped_run_ends_at_the_same_bits(kind, step, recipe, tmp_path):
     whole = train(load_recipe(recipe(kind, "whole")))
@@ -69,6 +70,7 @@ def steps(out) -> list[str]:
     return sorted(path.name for path in out.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_resumed_from_an_earlier_checkpoint_keeps_it(limit, recipe, tmp_path, monkeypatch, capsys):
     """A finished run, gone back with to its second step and told to end in its third; the plain command then."""
@@ -89,6 +91,7 @@ def test_a_run_resumed_from_an_earlier_checkpoint_keeps_it(limit, recipe, tmp_pa
     assert same(resumed, whole)
 
 
+@pytest.mark.slow
 def test_a_requeued_job_finishes(recipe, tmp_path, monkeypatch, capsys):
     """SLURM starts the same command again on 75; rotation deletes the checkpoint that the command names."""
     whole = train(load_recipe(recipe("mixture", "run")))

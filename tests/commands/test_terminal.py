@@ -150,6 +150,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("words", COMMANDS, ids=printable)
 def test_commands(words, project, trained, said):
     code, rest = COMMANDS[words]

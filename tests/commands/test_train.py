@@ -155,6 +155,7 @@ def test_another_model_of_the_same_shape_is_refused(recipe, tmp_path):
         train(load_recipe(recipe(**STEADY, model_name_or_path=model, max_steps=2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "beta_bnpo"])
 def test_ten_steps_on_gsm8k(loss_type, gsm8k, recipe, tmp_path):
     """Real prompts with all rewards; the BNPO paper's estimator needs each reward's own range to be [0, 1]."""

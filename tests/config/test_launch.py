@@ -85,6 +85,7 @@ def python(program: str, *launcher: str, **environment: str) -> subprocess.Popen
     return subprocess.Popen([*launcher, program], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "address", "refused"), [("2", None, True), ("1", "10.0.0.1", False)])
 def test_accelerate_that_started_one_of_two_is_caught(processes, address, refused, tmp_path):
     """`accelerate launch --cpu` starts one, however many are asked for; the user's own address says nothing."""

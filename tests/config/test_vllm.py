@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from importlib.util import find_spec
 
 import pytest
 
@@ -37,10 +36,7 @@ def test_stock_trls_bound_is_its_default():
     assert GRPOExtConfig(**CPU, loss_defaults="trl").sampler_rules == (trl_rule("sequence_mask", None, 3.0),)
 
 
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm")
-
-
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize("given", [dict, json.dumps])
 def test_an_unknown_option_of_the_engine_is_answered_with_the_nearest_one(given):
     with pytest.raises(ConfigError, match=r"kv_cache_dtyp='fp8': .* no such option. Did you mean 'kv_cache_dtype'"):
@@ -66,7 +62,6 @@ def test_a_cache_of_fewer_than_16_bits_makes_the_sampler_coarser(dtype):
     assert bool(coarse_options(config)) == (dtype not in ("auto", "bfloat16", "float16"))
 
 
-@needs_vllm
 @pytest.mark.vllm
 def test_the_options_that_are_known_are_those_of_vllm():
     from vllm import EngineArgs

@@ -40,6 +40,7 @@ def looked(tokenizer, *prompts, options=None, played=False, **columns):
     return [list(map(str, found)) for found in (problems, notes)]
 
 
+@pytest.mark.cases(30)
 @pytest.mark.parametrize("name", chat.NAMES)
 def test_sound_prompts_raise_no_alarm(name):
     made = chat.tokenizer(name)

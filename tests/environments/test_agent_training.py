@@ -87,6 +87,7 @@ def test_a_function_by_path_is_trained(engine, ahead, tmp_path):
     check(trained(tmp_path / "run", entry, **settings), "agent", version=1 - ahead)
 
 
+@pytest.mark.slow
 def test_the_table_of_completions_has_the_branches(tmp_path):
     entry = {"path": f"{agents.__file__}:branches"}
     made = trained(tmp_path, entry, max_steps=1, log_completions=True, num_completions_to_print=0)

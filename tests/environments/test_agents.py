@@ -404,6 +404,7 @@ def command(program, **kwargs):
     return spec("command", kwargs=options)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("program", "kwargs", "reward"),
     [

@@ -49,6 +49,7 @@ def test_k_beyond_the_samples_is_refused(k):
             estimate()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("prompts", "a", "b", "n"),
     [(30, 2, 2, 1), (30, 0.5, 0.5, 4), (100, 0.3, 3, 8), (100, 20, 0.5, 4), (500, 0.1, 5, 1), (50, 0.1, 5, 4)],

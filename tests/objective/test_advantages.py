@@ -231,6 +231,7 @@ EIGHTHS = st.integers(0, 8).map(lambda n: n / 8)  # ties happen, and equal numbe
 BITS = st.integers(0, 1).map(float)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", REFERENCES)
 @QUICK
 @given(data=st.data())

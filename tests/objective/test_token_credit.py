@@ -68,6 +68,7 @@ def problems(name: str, **settings) -> list[str]:
     return [str(problem) for problem in rehearsal_problems(given)]
 
 
+@pytest.mark.cases(12)
 @every_pair
 def test_a_pair_of_loss_and_estimator_is_refused_where_tokens_share_their_advantages(name, level):
     for estimator, (by_token, settings) in GIVES_TOKENS.items():
@@ -96,6 +97,7 @@ def by_token(inputs: dict) -> dict:
     return inputs | {"advantages": base * factors}
 
 
+@pytest.mark.cases(45)
 @every_spread
 @every_trained_pair
 def test_a_token_trains_as_if_its_whole_completion_had_its_advantage(name, level, spread):
@@ -141,6 +143,7 @@ ESTIMATED = {
 }
 
 
+@pytest.mark.cases(60)
 @pytest.mark.parametrize("estimator", ESTIMATED)
 @every_trained_pair
 def test_an_advantage_per_token_reaches_its_token(name, level, estimator):

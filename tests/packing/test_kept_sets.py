@@ -74,6 +74,7 @@ def score(tmp_path):
         yield scorer
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("sharing", ["true", "false"])
 @pytest.mark.parametrize("seeds", [(1, 1), (1, 2)], ids=["the policy itself", "another sampler"])
 @pytest.mark.parametrize("name", WARPERS)

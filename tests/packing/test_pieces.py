@@ -164,6 +164,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", CASES)
 def test_steps_metrics_and_bounds(case, path, tmp_path):
     """Weights after some steps, and every figure of them, are those of whole micro-batches."""

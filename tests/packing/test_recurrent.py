@@ -76,6 +76,7 @@ def assert_equal_gradients(found, expected):
         assert (found[name] - values).abs().max() < 1e-10 * max(1.0, values.abs().max()), name
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("model_type", architectures.RECURRENT)
 def test_branches_of_a_tree_start_from_their_parent(model_type):
     model, (ids, mask) = network(model_type), batch()
@@ -101,6 +102,7 @@ def test_no_state_reaches_another_row(model_type, parents):
             assert change.max() < 1e-6
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model_type", EACH)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_recomputes_the_same_segments(model_type, reentrant):

@@ -588,6 +588,7 @@ def after(model, tmp_path, steps=1, rewards=(tiny.count_a, tiny.length), **setti
     return trainer
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_twenty_steps_end_at_the_same_weights(beta, model_path, tmp_path):
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "beta": beta}
@@ -644,6 +645,7 @@ def test_no_packed_row_is_so_long_that_llama_4_scales_its_queries_by_their_place
     assert sharing.layout(ids, mask, 7, False) is None
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("name", "rows"),
     [

@@ -36,6 +36,7 @@ def test_no_problem_or_its_mirror_is_in_two_splits():
     assert all(len(found) > 900 for found in pairs)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("split", ["validation", "held_out"])
 def test_the_seed_shuffles_training_problems_only_and_splits_are_disjoint(split):
     loaded = [task.load(seed=seed, eval_split=split, eval_size=None) for seed in (0, 0, 7)]

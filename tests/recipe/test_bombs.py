@@ -73,6 +73,7 @@ def refused(path: Path, capsys, *, what: str = "check") -> str:
     return message
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_in_seconds(name, tmp_path, capsys):
     text, expected = BOMBS[name]

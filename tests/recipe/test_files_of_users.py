@@ -61,6 +61,7 @@ def test_a_file_that_parses_a_command_line_of_its_own_is_named(tmp_path):
         import_path(f"{tmp_path / 'rewards.py'}:f")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("path", ["rewards:f", "rewards.f", "./rewards.py:f", "rewards.py:f", "../a/rewards.py:f"])
 def test_each_of_two_recipes_has_its_own_file_in_workers_and_without(path, tmp_path, runtime):
     specs = []
@@ -183,6 +184,7 @@ def own_run(tmp_path, folder):
     return str(folder / "recipe.yaml")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_the_recipes_folder_was_moved(tmp_path):
     train(load_recipe(["--config", own_run(tmp_path, tmp_path / "first")]))
     (tmp_path / "first").rename(tmp_path / "second")

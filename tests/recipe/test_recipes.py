@@ -118,6 +118,7 @@ class BadRecipe:
 BAD = {name: BadRecipe(**case) for name, case in read_yaml(Path(__file__).parent / "bad_recipes.yaml").items()}
 
 
+@pytest.mark.cases(200)
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_recipe_has_one_problem_with_value_reason_and_cure(name, tmp_path, caplog):
     if name.startswith("legacy_") and name.removeprefix("legacy_") in all_keys():
@@ -235,6 +236,7 @@ def loss_in_the_name(name: str) -> str:
     return max((loss for loss in WITH_RECIPES if loss in re.split("[-/]", name)), key=len, default="grpo")
 
 
+@pytest.mark.cases(39)
 @pytest.mark.parametrize("name", PACKAGED)
 def test_a_packaged_recipe_is_what_its_header_says(name):
     path = PACKAGED[name]

@@ -71,6 +71,7 @@ def test_the_last_node_serves_where_vllm_is_a_server(submitted):
     assert any("--nodelist=c grpo-ext serve --config r --host c" in call for call in calls["srun"])
 
 
+@pytest.mark.cases(1)
 @EACH
 @pytest.mark.parametrize("code", [2, 75])
 def test_a_run_that_is_not_finished_is_requeued(submitted, script, code, tmp_path):

@@ -325,6 +325,7 @@ def test_only_the_last_part_of_a_path_of_the_machine_is_shown():
     assert without_paths(given) == "\u2026/a.csv \u2026/c.csv ./data/d.csv ../e/f.csv org/name"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "length"), [(24, 40), (8, 30_000)])
 def test_the_page_of_a_long_run_stays_small(tmp_path, rows, length):
     run = run_folder(tmp_path / "mine", steps=2000)

@@ -67,6 +67,7 @@ def test_the_code_of_a_completion(text, expected):
 # honest programs
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize(
     ("tests", "expected"),
     [
@@ -110,6 +111,7 @@ def test_shares_by_hand(tests, expected):
         assert score(DOUBLE, tests, partial=False) == float(expected == 1)
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize(("source", "test"), HONEST)
 def test_honest_programs_pass(source, test):
     assert score(source, [test]) == 1.0

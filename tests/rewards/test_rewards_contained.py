@@ -152,6 +152,7 @@ def test_a_reward_that_compares_its_batch_never_becomes_another_one(on_error, va
     assert (metrics["rewards/novelty/errors"], metrics["rewards/novelty/rescored"]) == (4, 0)
 
 
+@pytest.mark.cases(2)
 @BOTH
 @pytest.mark.parametrize("on_error", ["zero", "raise"])
 def test_what_is_not_one_value_per_completion_is_an_error(on_error, workers, runtime):
@@ -351,6 +352,7 @@ def test_ctrl_c_is_not_contained_where_it_raises(runtime, monkeypatch):
 # What workers answer, and from what they draw.
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("body", [b"\x80\x04", b'{"a": 1}', b"[" * 200_000, b'["scored", 1, 2]', b'["what"]', None])
 def test_nothing_that_a_function_writes_to_its_pipe_is_executed_or_ends_the_run(body, runtime, tmp_path, caplog):
     """It was read as a pickle, which runs whatever its author likes."""

@@ -109,6 +109,7 @@ def attack(program: str, world: dict, method: str, limits: Limits) -> sandbox.Pr
     return outcome
 
 
+@pytest.mark.cases(20)
 @on_each_method
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_what_is_forbidden_fails(name, method, world):
@@ -117,6 +118,7 @@ def test_what_is_forbidden_fails(name, method, world):
     assert outcome.returncode == 0 or outcome.stopped, outcome
 
 
+@pytest.mark.cases(10)
 @on_each_method
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_does_not_end_is_ended(name, method, world):
@@ -244,6 +246,7 @@ def test_in_namespaces_a_program_is_nobody_and_alone(method):
     assert 10 <= threads <= 22
 
 
+@pytest.mark.cases(1)
 @on_each_method
 def test_many_run_at_once(method, world):
     with ThreadPoolExecutor(8) as pool:
@@ -264,6 +267,7 @@ def test_packages_are_there_on_request(method):
     assert b"ModuleNotFoundError" in run(source, method=method, limits=PATIENT).stderr
 
 
+@pytest.mark.slow
 @on_each_method
 def test_exit_codes_are_a_shells(method):
     assert run("import ctypes; ctypes.string_at(0)", method=method).returncode == 128 + signal.SIGSEGV

@@ -16,6 +16,7 @@ def judge(path, body, count):
     return {"choices": [{"message": {"role": "assistant", "content": f"Score: {len(json.dumps(body)) % 10}"}}]}
 
 
+@pytest.mark.slow
 def test_a_recipe_of_ten_components_trains(serve, quickstart_model, tmp_path):  # noqa: F811
     reward_model = test_reward_model.save(tmp_path / "rm", max_position_embeddings=512)
     entries = [

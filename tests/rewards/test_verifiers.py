@@ -53,6 +53,7 @@ def scores(pairs):
     return rewards["reasoning_gym"](completions=texts, reasoning_gym_entry=column, extract="text")
 
 
+@pytest.mark.slow
 def test_every_task_is_scored_as_the_library_does():
     """Right answers, those of other rows, numbers and rubbish; where the library fails on an answer, it is wrong."""
     pairs, expected = [], []
@@ -137,6 +138,7 @@ def test_no_answer_is_executed_nor_moves_another_verdict(hostile):
         assert max(judged(tasks, answers)) <= 0.1  # what the library gives for an answer that it cannot read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["string_insertion", "countdown"])
 def test_nor_in_this_process_nor_in_an_environment(task, hostile):
     [entry] = entries(task, 1)
@@ -224,6 +226,7 @@ def test_countdown_sees_every_number():
     assert scores([("3+5", {**entry, "metadata": {**metadata, "target": 8}})]) == [1.0]
 
 
+@pytest.mark.slow
 def test_an_answer_that_never_ends_is_wrong_and_costs_the_others_nothing(monkeypatch):
     monkeypatch.setattr("grpo_ext.rewards.library.verifiers.CPU_SECONDS", 1)
     bombs = {
@@ -314,6 +317,7 @@ def _watch(event, arguments):
         _events.append((event, str(arguments)[:200]))
 
 
+@pytest.mark.slow
 def test_a_verifier_outside_of_the_sandbox_executes_and_opens_nothing(hostile):
     """Of whichever version is installed: a verifier that is new and executes is found here."""
     global _events

@@ -54,6 +54,7 @@ def test_products_are_the_same_to_the_bit(inputs, outputs, bias):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.cases(8)
 @can_block
 @pytest.mark.parametrize("precision", ["mixed", "bfloat16"])
 @pytest.mark.parametrize("lora", [False, True])

@@ -30,6 +30,7 @@ print(before - resident(), all(small.sum() == 64 for small in kept))
 """In a process of its own: where tests ran before, small tensors find older gaps and do not part the large ones."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GLIBC, reason="no glibc")
 @pytest.mark.parametrize(("large", "back"), [(0, True), (2**60, False)])
 def test_gaps_between_tensors_go_back_to_the_system(large, back):

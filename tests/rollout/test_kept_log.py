@@ -71,6 +71,7 @@ def test_the_tokens_that_vllm_kept_have_a_log_probability():
     assert returned_sets([[-1.0, -1.0, -1.0]], [[0, 1, 2]], 0) == [[0, 1, 2]]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "settings",
     [

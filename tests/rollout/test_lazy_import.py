@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
@@ -25,8 +24,7 @@ except TypeError:  # of its arguments
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.vllm
 def test_vllm_is_imported_when_an_engine_is_made():
     """A check of a recipe imports no trainer either."""
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE, check=True)

@@ -5,7 +5,6 @@ import logging
 import socket
 import threading
 import time
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import psutil
@@ -34,8 +33,6 @@ from grpo_ext.rollout.vllm.server import (
     unsuited,
 )
 from support import tiny
-
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm")
 
 
 def free_port() -> int:
@@ -83,7 +80,7 @@ def test_weights_arrive_as_they_were_sent():
         assert torch.equal(tensor, sent)
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("mode", "arguments", "kept"),
     [
@@ -451,7 +448,7 @@ def flags(recipe) -> dict[str, str]:
     return {name: value for name, value in zip(line, [*line[1:], ""], strict=True) if name.startswith("--")}
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_a_server_gets_the_flags_that_its_recipe_needs(quickstart_model):
     recipe = packaged(quickstart_model)
     found = flags(recipe)
@@ -466,7 +463,7 @@ def test_a_server_gets_the_flags_that_its_recipe_needs(quickstart_model):
     assert serve.command(recipe, "127.0.0.1", 8000, ["--max-num-seqs", "4"])[-2:] == ["--max-num-seqs", "4"]
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_a_server_on_a_cpu_beside_training_cuts_no_prompt(quickstart_model):
     name = "--max-num-batched-tokens"
     assert name not in flags(packaged(quickstart_model))
@@ -475,7 +472,7 @@ def test_a_server_on_a_cpu_beside_training_cuts_no_prompt(quickstart_model):
     assert flags(packaged(quickstart_model, rollout_ahead=1, vllm_engine_kwargs=own))[name] == "512"
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_options_of_the_engine_are_words_of_the_servers_command(quickstart_model):
     options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "compilation_config": {"mode": 0}}
     found = serve.command(packaged(quickstart_model, vllm_engine_kwargs=json.dumps(options)), "127.0.0.1", 8000)
@@ -485,7 +482,7 @@ def test_options_of_the_engine_are_words_of_the_servers_command(quickstart_model
     ]
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_options_reach_a_colocated_engine_over_those_of_trl(monkeypatch):
     given = []
     monkeypatch.setattr(vllm_generation, "LLM", lambda **options: given.append(options))
@@ -502,7 +499,7 @@ def test_options_reach_a_colocated_engine_over_those_of_trl(monkeypatch):
     assert (found["dtype"], found["max_num_seqs"], found["logprobs_mode"]) == ("bfloat16", 8, "processed_logprobs")
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("setting", "value", "flag", "becomes"),
     [

@@ -137,6 +137,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("plain", "epochs")])
 def test_the_bits_are_those_of_sampling_in_sequence_by_older_weights(case, tmp_path):
     ahead = 1 if case == "several steps a generation" else 2
@@ -184,6 +185,7 @@ def test_a_generation_is_sampled_while_an_earlier_one_trains(tmp_path):
     assert steps[::2] == [[1], [2], [3], [4], [5], [6], []]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", ["a generation used twice", "environments", "dynamic sampling", "epochs"])
 def test_a_resumed_run_has_the_bits_of_one_that_went_through_and_samples_nothing_twice(case, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1} | CASES[case]
@@ -197,6 +199,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through_and_samples_nothing
             assert len(resumed.collector.beside.asked) == max(0, windows - begun - 2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_is_stopped_at_once_can_be_resumed(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "max_steps": 6}
     through = trained(tmp_path / "through", 1, **saving)
@@ -246,6 +249,7 @@ def of_its_step(completions, trainer_state, **_):
     return [trainer_state.global_step + 0.1 * last + a for a in tiny.count_a(completions)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("hanging", "again"), [("sampler", [(2, 8)]), ("reward", [])])
 def test_a_signal_does_not_wait_for_windows_in_flight_and_costs_no_bit(hanging, again, tmp_path):
     """The second of two windows in flight hangs; its completions are sampled again if they are what it lacked."""
@@ -290,6 +294,7 @@ class LostForReplacements(Copies):
         return super().sample(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_sampler_lost_in_the_middle_of_a_window_costs_no_completion_of_it(tmp_path):
     """It is lost in the third window, whose one round of replacements has a group with a signal."""
     settings = CASES["dynamic sampling"] | {"max_steps": 3}
@@ -306,6 +311,7 @@ class Odd:
     """Something that no checkpoint reads back."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("logged", "scorings"), [(np.int64(3), 2), (Odd(), 4)])
 def test_scores_that_a_checkpoint_cannot_hold_are_made_again_but_no_completion_is(logged, scorings, tmp_path):
     calls = []
@@ -325,6 +331,7 @@ def test_scores_that_a_checkpoint_cannot_hold_are_made_again_but_no_completion_i
     assert len(calls) == scorings
 
 
+@pytest.mark.slow
 def test_a_resumed_run_asks_a_reward_again_that_had_failed_for_windows_in_flight(tmp_path):
     broken = [True]
 
@@ -343,6 +350,7 @@ def test_a_resumed_run_asks_a_reward_again_that_had_failed_for_windows_in_flight
     assert len(resumed.collector.beside.asked) == 1
 
 
+@pytest.mark.slow
 def test_an_error_ends_a_reward_that_is_scored_in_flight(tmp_path, caplog):
     class Failing(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -410,6 +418,7 @@ class OneVersion(Copies):
             return super().sample(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "ahead"), [("plain", 4), ("environments", 2)])
 def test_a_server_gets_new_weights_when_no_window_needs_the_old_ones(case, ahead, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_ext.trainer.ahead.samples_by_server", lambda _: True)
@@ -419,6 +428,7 @@ def test_a_server_gets_new_weights_when_no_window_needs_the_old_ones(case, ahead
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", ["evaluation in between", "dynamic sampling"])
 def test_rewards_are_never_called_by_two_threads_at_once(case, tmp_path):
     calls, together = threading.Lock(), []

@@ -75,6 +75,7 @@ def test_settings_train(variant, device, tmp_path):
     assert moved(trained(tmp_path, **VARIANTS[variant]))
 
 
+@pytest.mark.slow
 def test_an_adapter_trains_and_is_evaluated(device, tmp_path):
     lora = LoraConfig(r=4, target_modules="all-linear")
     evaluated = {"evaluated": tiny.prompts(4), "eval_strategy": "steps", "eval_steps": 1}

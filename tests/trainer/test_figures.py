@@ -15,6 +15,7 @@ SPLITS = ((8, 2), (4, 4), (2, 8), (16, 1))
 """Rows of a micro-batch, micro-batches of a step."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("loss", ["dapo", "gspo"])
 def test_a_step_logs_the_same_however_it_is_split(loss, tmp_path):
     """Two windows to a generation, so that the second is off-policy and clips."""
@@ -35,6 +36,7 @@ def test_a_step_logs_the_same_however_it_is_split(loss, tmp_path):
                 assert row[name] == pytest.approx(other[name], rel=1e-6, abs=1e-7), name
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
 def test_an_evaluation_gives_the_same_in_any_batches(loss, tmp_path):
     """6 prompts of 4 completions in batches of 24, 8, 16 (the last one of 8) and 4."""

@@ -113,6 +113,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("family", "settings"), CASES.items(), ids=CASES)
 def test_the_gradient_is_that_of_each_row_by_itself(family, settings, tmp_path):
     batches, error, off = step_of(family, tmp_path, seeing.rows(RAGGED), reward=silent_without_images, **settings)
@@ -129,6 +130,7 @@ def test_fresh_prompts_with_images_replace_silent_groups(tmp_path):
     assert max(error, off) < ROUNDING
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["idefics3", "llava_next", "qwen2_5_vl"])  # pixels by row, patch and grid
 def test_rows_of_micro_batches_may_be_regrouped_trimmed_and_scored_in_parts(family, tmp_path):
     with seeing.float64_throughout():
@@ -157,6 +159,7 @@ def alike(count: int) -> Dataset:
     return Dataset.from_list([{"prompt": prompt, "image": seeing.picture(i)} for i in range(count)])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["gemma3", "idefics3", "qwen3_vl"])
 def test_each_completion_is_sampled_with_its_own_picture(family, tmp_path):
     data = alike(4)
@@ -176,6 +179,7 @@ def test_each_completion_is_sampled_with_its_own_picture(family, tmp_path):
     assert len(chosen) > 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
 def test_stock_trl_makes_the_same_steps(family, tmp_path):
     seeing.model(family).save_pretrained(tmp_path / "model")

@@ -43,6 +43,7 @@ WHERE = {  # place: what the message says of it
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("place", "value", "step"),
     [("loss", math.nan, 1), ("loss", math.inf, 2), ("gradient", math.inf, 2), ("logps", math.nan, 4)],
@@ -69,6 +70,7 @@ def test_the_run_stops_before_the_step_and_names_what_was_first(place, value, st
     assert "torch.load" in (tmp_path / "failures" / f"step_{step}" / "README.txt").read_text()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("place", "max_grad_norm"), [("loss", 0.0), ("gradient", 0.0), ("gradient", 1e-3), ("logps", 1e-3)]
 )

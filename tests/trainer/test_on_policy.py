@@ -113,6 +113,7 @@ def sample(count):
     return [c for combinations in each for c in random.Random(combinations[0][0]).sample(combinations, count)]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("combination", sample(1), ids=" ".join)
 def test_the_log_ratio_is_zero(combination, folders, tmp_path, log_ratios):
     check(combination, folders, tmp_path, log_ratios)
@@ -130,12 +131,14 @@ BF16 = {"loss_type": "gspo", "bf16": True, "shared_prefix": "auto"}
 IN_WINDOWS = [(feature, ("two windows", "two iterations")[i % 2]) for i, feature in enumerate(FEATURES)]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("feature", "windows"), IN_WINDOWS)
 def test_with_every_feature(feature, windows, folders, tmp_path, log_ratios):
     trainer = train(folders[torch.float32], tmp_path, **(BF16 | WINDOWS[windows] | FEATURES[feature]))
     assert_on_policy(trainer, log_ratios)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("weights", "sharing"),
     [("bf16 weights", "shared"), ("bf16 weights", "plain"), ("fp16 weights", "shared"), ("fp16 weights", "auto")],
@@ -164,6 +167,7 @@ class Drift:
         return []
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("windows", ["one window", "two windows", "two iterations"])
 @pytest.mark.parametrize("corrected", [True, False])
 def test_with_vllm(corrected, windows, folders, tmp_path, log_ratios):

@@ -307,7 +307,9 @@ def test_a_stream_without_columns_is_taken_as_it_is(tmp_path, caplog):
     assert "cannot score any row" not in caplog.text
 
 
-@pytest.mark.parametrize("model_by", ["instance", "adapted instance", "name", "quickstart"])
+@pytest.mark.parametrize(
+    "model_by", ["instance", "adapted instance", "name", pytest.param("quickstart", marks=pytest.mark.slow)]
+)
 def test_a_cast_head_that_an_adapted_model_ties_is_refused(tmp_path, model_by):
     model, lora = tiny.model(tie_word_embeddings=True), LoraConfig(task_type="CAUSAL_LM")
     if model_by == "name":  # without weights, which are not read

@@ -198,6 +198,7 @@ SHORT = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("calls", "where"), [(1, "gpu"), (4, "cpu"), (5, "gpu"), (8, "cpu")])
 def test_a_check_for_which_memory_is_too_little_is_left_out_with_one_warning(calls, where, tmp_path, caplog):
     """The first forwards of a run are those of its checks: five of the reference, five of scores, in that order."""
@@ -268,6 +269,7 @@ SETS = {"easy": tiny.prompts(4), "hard": tiny.prompts(8)}
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("defaults", ["paper", "trl"])
 def test_each_evaluation_set_has_figures_of_its_own(defaults, tmp_path):
     settings = BEST | {"metric_for_best_model": "eval_hard_reward", "loss_defaults": defaults, "loss_type": "grpo"}

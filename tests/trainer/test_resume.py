@@ -8,6 +8,7 @@ from support.interrupted import CASES, check, trainer
 QUICK = {"both": (3, 8), "lora": (3,), "dynamic sampling": (5,), "stream": (3,)}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", QUICK)
 def test_resuming_after_two_steps_gives_the_same_bits(case, tmp_path):
     """Step 3 is inside of a generation, 5 in the second epoch, 8 the end of both, where the case has such."""

@@ -79,6 +79,7 @@ def test_the_patience_of_early_stopping_is_restored(tmp_path):
 BY_STEPS, BY_EPOCHS = {**BEST, "eval_steps": 3, "save_steps": 3}, {"eval_strategy": "epoch"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("step", "settings"),
     [

@@ -239,6 +239,7 @@ def test_logs_with_extreme_values_are_read(value):
         assert all(f.evidence and 1 <= f.step <= 30 for f in found)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_missing_metric_switches_off_only_its_rules(name):
     changes, rows = FAULTS[name]

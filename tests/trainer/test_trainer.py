@@ -22,6 +22,7 @@ from support.trainers import binary, build, scripted_rollout, unit_interval, wei
 SPLITS = {"8x1": (8, 1), "2x4": (2, 4)}
 
 
+@pytest.mark.cases(3)
 @float64_throughout()
 @pytest.mark.parametrize(
     "name",

@@ -131,6 +131,7 @@ def loss_and_gradient(trainer, inputs: dict, vllm: bool):
     return loss.item(), gradient, {k: list(v) for k, v in trainer._metrics["train"].items()}
 
 
+@pytest.mark.cases(30)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_gradient_and_metrics_are_stock_trls(name, variant, float64_model, tmp_path):
@@ -169,6 +170,7 @@ def test_evaluation_loss_is_stock_trls(name, float64_model, tmp_path):
     assert math.isfinite(losses[0])
 
 
+@pytest.mark.cases(2)
 @float64_throughout()
 @pytest.mark.parametrize("name", LOSSES)
 def test_five_steps_end_at_the_same_weights(name, float64_model, tmp_path):

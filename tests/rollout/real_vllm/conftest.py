@@ -1,7 +1,5 @@
-"""All tests here are marked `vllm`; without vLLM they are skipped, unless GRPO_EXT_REQUIRE_VLLM is 1."""
+"""All tests here are marked `vllm`."""
 
-import importlib.util
-import os
 import sys
 from pathlib import Path
 
@@ -16,8 +14,6 @@ from support.vllm_runs import HEADS, Server
 
 def pytest_itemcollected(item):
     item.add_marker("vllm")
-    if importlib.util.find_spec("vllm") is None and os.environ.get("GRPO_EXT_REQUIRE_VLLM") != "1":
-        item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make install-vllm installs its CPU build"))
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize(("file", "kind"), [(file, kind) for file, kinds in POISON.items() for kind in kinds])
 def test_a_poisoned_file_is_one_message(file, kind, whole, tmp_path, capsys):
     checkpoint, content = tmp_path / "run" / "checkpoint-1", POISON[file][kind]
