@@ -8,6 +8,7 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
+from grpo_ext.caches import use_writable_caches
 from grpo_ext.commands import demo
 from grpo_ext.errors import ConfigError
 from grpo_ext.quickstart import model as quickstart_model
@@ -148,6 +149,9 @@ def test_two_processes_at_once_share_one_folder(tmp_path, monkeypatch):
 
 def test_without_a_home_folder_models_are_kept_in_one_of_the_user_for_temporary_files(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "environ", {**os.environ, "HF_HUB_CACHE": "named"})
+    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("GRPO_EXT_CACHE", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -156,8 +160,11 @@ def test_without_a_home_folder_models_are_kept_in_one_of_the_user_for_temporary_
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     own = tmp_path / f"grpo_ext-{os.getuid()}"
     assert cached("m") == own / "m"
+    use_writable_caches()
+    assert os.environ["HF_DATASETS_CACHE"] == str(own / "datasets")
+    assert os.environ["HF_HUB_CACHE"] == "named"
     own.chmod(0o777)
-    with pytest.raises(ConfigError, match=rf"GRPO_EXT_CACHE: .*{own} is not a folder that only this user can write"):
+    with pytest.raises(ConfigError, match=r"GRPO_EXT_CACHE: .*that only this user can write"):
         cached("m")
     own.rename(tmp_path / "elsewhere").chmod(0o700)
     own.symlink_to(tmp_path / "elsewhere")
@@ -167,7 +174,7 @@ def test_without_a_home_folder_models_are_kept_in_one_of_the_user_for_temporary_
     with pytest.raises(ConfigError, match=r"GRPO_EXT_CACHE='.*/file/x': it cannot be written"):
         cached("m")
     monkeypatch.setenv("GRPO_EXT_CACHE", str(tmp_path))
-    monkeypatch.setattr("grpo_ext.quickstart.cache._writable", lambda *_: False)
+    monkeypatch.setattr("grpo_ext.quickstart.cache.writable", lambda *_: False)
     assert cached("elsewhere") == tmp_path / "elsewhere"  # it is there: nothing has to be written
 
 

@@ -2,12 +2,12 @@
 
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from grpo_ext.caches import temporary_cache, usual_cache, writable
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 
 try:
@@ -30,34 +30,17 @@ def cached(name: str) -> Path:
         ConfigError: the model is not there, and no cache can be written.
     """
     if named := os.environ.get(VARIABLE):
-        folder = Path(os.path.expanduser(named))
-        if os.path.isdir(folder / name) or _writable(folder):
+        folder = Path(os.path.expanduser(named)).absolute()
+        if os.path.isdir(folder / name) or writable(folder):
             return folder / name
         raise ConfigError([Problem(VARIABLE, named, "it cannot be written", _CURE)])
-    usual = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "grpo_ext")
-    temporary = Path(tempfile.gettempdir(), f"grpo_ext-{os.getuid() if hasattr(os, 'getuid') else 'models'}")
-    if usual.is_absolute() and (os.path.isdir(usual / name) or _writable(usual)):
+    usual = usual_cache() / "grpo_ext"
+    if os.path.isdir(usual / name) or writable(usual):
         return usual / name
-    if _writable(temporary, mode=0o700) and _only_ours(temporary):
+    if temporary := temporary_cache():
         return temporary / name
-    reason = f"{usual} cannot be written, and {temporary} is not a folder that only this user can write"
+    reason = f"{usual} cannot be written, nor can a folder in {tempfile.gettempdir()} that only this user can write"
     raise ConfigError([Problem(VARIABLE, ABSENT, reason, _CURE)])
-
-
-def _writable(folder: Path, mode: int = 0o777) -> bool:
-    """Return whether a folder can be written; it is made if it is not there."""
-    try:
-        folder.mkdir(mode, parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK | os.X_OK)
-
-
-def _only_ours(folder: Path) -> bool:
-    """Return whether a folder, not a link to one, belongs to this user and cannot be written by others."""
-    found = folder.lstat()
-    ours = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
-    return stat.S_ISDIR(found.st_mode) and ours
 
 
 @contextmanager
