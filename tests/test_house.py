@@ -1,10 +1,13 @@
-"""No circular imports, and each folder says what it is; import-linter checks the order of the folders."""
+"""No circular imports, folders that say what they are, and no test that stands in for what it tests."""
 
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from grpo_ext import GRPOExtTrainer
+from grpo_ext.trainer.lifecycle import Lifecycle
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "grpo_ext"
@@ -45,3 +48,32 @@ def test_a_wing_says_in_three_lines_what_it_is(folder):
     assert not empty
     assert knows.startswith(("May know ", "Knows "))
     assert "Begin with " in knows
+
+
+# Tests: what they stand in for.
+
+OWN_HOOKS = {name for owner in (GRPOExtTrainer, Lifecycle) for name in vars(owner) if not name.startswith("__")}
+
+
+def trainers_of_tests() -> dict[str, ast.ClassDef]:
+    """Classes of tests that are trainers of ours, and their bases among the classes of tests."""
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))]
+    classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    bases = {name: [ast.unparse(base).rpartition(".")[2] for base in node.bases] for name, node in classes.items()}
+    found = {name for name in classes if GRPOExtTrainer.__name__ in bases[name]}
+    while further := {name for name in classes.keys() - found if found & {*bases[name]}}:
+        found |= further
+    return {name: classes[name] for one in found for name in (one, *bases[one]) if name in classes}
+
+
+def test_no_test_replaces_a_method_that_trl_calls():
+    """It calls ours, so that what TRL passes reaches it."""
+    trainers = trainers_of_tests()
+    assert {"Ours", "Recorder", "Dealing"} <= trainers.keys()
+    replaced = [
+        f"{name}.{method.name}"
+        for name, node in trainers.items()
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name in OWN_HOOKS and "super()." not in ast.unparse(method)
+    ]
+    assert replaced == []
