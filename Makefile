@@ -37,7 +37,7 @@ help:
 	@echo "make install-vllm  add vLLM's CPU build (Linux only), for its tests and for trying it without a GPU"
 	@echo "make install-deepspeed  add DeepSpeed beside $(VENV)'s packages, for the tests of ZeRO on a CPU"
 	@echo "make demo          install into $(VENV), train a tiny model on this machine (CPU, no hub) and report what it learned"
-	@echo "make test          run the tests but the long ones: about 9 minutes on two cores, no vLLM (PYTEST_ARGS='-k name' passes options on)"
+	@echo "make test          run the tests but the long ones: about 5 minutes on two cores, no vLLM (PYTEST_ARGS='-k name' passes options on)"
 	@echo "make test-all      run all tests, with those that start processes, build environments and start a real vLLM"
 	@echo "make test-vllm     run those that start a real vLLM, alone"
 	@echo "make test-lowest   run the quick tests with the lowest version of each dependency, in $(LOWEST)"
