@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.loss import idle_clip
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import precision
 from grpo_ext.config.truncation import adapter_problems, scores_kept_sets
@@ -276,6 +277,8 @@ class GRPOExtTrainer(Lifecycle):
         departures = objective.departures()
         paper = f"{objective.row.paper}, but for the {', '.join(departures)}" if departures else objective.row.paper
         self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {paper}")
+        if idle := idle_clip(self.args):
+            self.accelerator.print(f"the clip {idle}")
         self.accelerator.print(self.sharing.describe())
         self.accelerator.print(precision(self.args, str(self.model.dtype).removeprefix("torch.")))
 
