@@ -56,7 +56,7 @@ from grpo_ext.trainer.reference import InitialWeights, compare, made_up, moved, 
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler
-from grpo_ext.trainer.seeing import check_processor, check_prompts
+from grpo_ext.trainer.seeing import check_processor, check_prompts, fix_lengths
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
     Reward,
@@ -173,9 +173,10 @@ class GRPOExtTrainer(Lifecycle):
         check_reward_names(self.reward_func_names)
         check_best_metric(args, ready.eval_dataset, self.reward_func_names)
         check_processor(self, ready.train_dataset, ready.eval_dataset)
+        played = bool(ready.environments or any(rollouts.values()))
         if not isinstance(train_dataset, Checked):
-            played = bool(ready.environments or any(rollouts.values()))
             check_prompts(self, ready.train_dataset, ready.eval_dataset, played=played)
+        fix_lengths(self, ready.train_dataset, played=played)
         make_portable(self.model)
         if args.fp16:
             widen_trained(self.model)
