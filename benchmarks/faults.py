@@ -2,9 +2,10 @@
 
 Each run trains the quickstart's warm model by a recipe of `quickstart/`, on one thread, with 32 completions a step. A
 fault begins after `PLANTED` sound steps and lasts for `AFTER` more; it is planted from here, by patches around the
-trainer's methods. Sound runs use different losses, seeds, features and two tasks. The rules were made from runs of
-seeds below `REPORTED`; the reported runs were made afterwards. Logs are kept
-in build/faults.jsonl, so that an interrupted benchmark resumes; results/faults.json is judged from them.
+trainer's methods. A fault of `FROM_THE_FIRST` is a setting, and begins with the first step. Sound runs use different
+losses, seeds, features and two tasks. The rules were made from runs of seeds below `REPORTED`; the reported runs were
+made afterwards. Logs are kept in build/faults.jsonl, so that an interrupted benchmark resumes; results/faults.json is
+judged from them.
 """
 
 import argparse
@@ -296,6 +297,31 @@ FAULTS: dict[str, tuple[Callable[[Trainer], None], str, dict[str, Any]]] = {
     "dead reward worker": (dying, "reward fails", {"reward_workers": 1, "reward_funcs": MORTAL}),
 }
 """Name: how it is planted, the rule that is to name it, settings beside those of all runs."""
+CRASHES = """
+import json, os, sys, urllib.request
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": sys.argv[1]}]}).encode()
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+answer = json.load(urllib.request.urlopen(request))
+print(answer["choices"][0]["mesage"]["content"])
+"""
+"""An agent that asks once, and then crashes by a mistake of its own."""
+AGENT = {
+    "environments": [{"name": "command", "kwargs": {"run": ["python3", "-c", CRASHES, "{prompt}"]}, "max_turns": 2}],
+    **{"per_device_train_batch_size": 8, "num_generations": 4},
+}
+FROM_THE_FIRST: dict[str, tuple[str, dict[str, Any]]] = {
+    "all cut off and masked": (
+        "all masked",
+        {**LONG, "mask_truncated_completions": True, "max_completion_length": 64},
+    ),
+    "learning rate 0": ("no weight moves", {"learning_rate": 0.0}),
+    "gradients clipped to 1e-12": ("no weight moves", {"max_grad_norm": 1e-12}),
+    "destroyed by the first step": ("policy collapsed", {"optim": "sgd", "learning_rate": 1e4}),
+    "destroyed by the first steps": ("steps too large", {"learning_rate": 0.02}),
+    "an agent that crashes": ("agent fails", GAME | AGENT),
+}
+"""Faults that are a setting: the rule that is to name each, the settings."""
 
 HEALTHY: list[tuple[str, dict[str, Any]]] = [
     ("quickstart/grpo", {}),
@@ -324,6 +350,8 @@ HEALTHY: list[tuple[str, dict[str, Any]]] = [
     ("quickstart/guess", {"advantage_estimator": "turn_return", "advantage_kwargs": {"gamma": 0.0}}),
     ("quickstart/guess", {"environments": [{"name": "guess", "kwargs": {"high": 15, "guesses": 5}, "max_turns": 2}]}),
     ("quickstart/guess", {"learning_rate": 3e-3, "loss_type": "dr_grpo"}),
+    ("quickstart/grpo", {"use_peft": True, "lora_r": 8, "learning_rate": 1e-6, "warmup_steps": 6}),
+    ("quickstart/grpo", {"learning_rate": 1e-9, "beta": 0.04, "lr_scheduler_type": "cosine"}),
 ]
 """Recipe and settings beside those of all runs."""
 
@@ -363,7 +391,7 @@ def trained(recipe: str, settings: dict[str, Any], seed: int, steps: int, plant:
 
 def jobs(seeds: list[int]) -> Iterator[dict[str, Any]]:
     """Return the runs: each fault with each seed, and each sound run once, with its own seed."""
-    for name, (_, _, settings) in FAULTS.items():
+    for name, settings in {name: fault[-1] for name, fault in (FAULTS | FROM_THE_FIRST).items()}.items():
         own = {key: value for key, value in settings.items() if key != "recipe"}
         recipe = settings.get("recipe", "quickstart/grpo")
         yield from ({"fault": name, "recipe": recipe, "settings": own, "seed": s} for s in seeds)
@@ -391,10 +419,11 @@ def judged(run: dict[str, Any]) -> dict[str, Any]:
     )  # no folder of a machine
     if run["fault"] is None:
         return told | {"steps": HEALTHY_STEPS}
-    expected = FAULTS[run["fault"]][1]
-    after = [found for found in named if found["step"] > PLANTED]
-    right = bool(after) and after[0]["fault"] == expected and after[0]["step"] <= PLANTED + WITHIN
-    return told | {"expected": expected, "planted": PLANTED + 1, "right": right and len(after) == len(named)}
+    expected = (FAULTS | FROM_THE_FIRST)[run["fault"]][-2]
+    planted = 0 if run["fault"] in FROM_THE_FIRST else PLANTED
+    after = [found for found in named if found["step"] > planted]
+    right = bool(after) and after[0]["fault"] == expected and after[0]["step"] <= planted + WITHIN
+    return told | {"expected": expected, "planted": planted + 1, "right": right and len(after) == len(named)}
 
 
 def ranges(log: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -418,9 +447,10 @@ def main() -> None:
     for job in wanted:
         if options.judge or (name_of(job), job["seed"]) in done:
             continue
-        plant = FAULTS[job["fault"]][0] if job["fault"] else None
+        plant = FAULTS[job["fault"]][0] if job["fault"] in FAULTS else None
+        steps = PLANTED + AFTER if plant else WITHIN if job["fault"] else HEALTHY_STEPS
         start = time.process_time()
-        log = trained(job["recipe"], job["settings"], job["seed"], PLANTED + AFTER if plant else HEALTHY_STEPS, plant)
+        log = trained(job["recipe"], job["settings"], job["seed"], steps, plant)
         run = job | {"seconds": round(time.process_time() - start, 1), "log": log}
         with LOGS.open("a") as file:
             file.write(json.dumps(run) + "\n")
@@ -432,7 +462,8 @@ def main() -> None:
     right = f"{sum(r['right'] for r in faults)} of {len(faults)}"
     print(f"named right: {right}; sound runs alarmed: {alarms} of {len(sound)}")
     if min(options.seeds) >= REPORTED and not options.only:
-        counts = {"within": WITHIN, "wanted": {"faults": len(FAULTS) * len(options.seeds), "sound": len(HEALTHY)}}
+        wanted_faults = (len(FAULTS) + len(FROM_THE_FIRST)) * len(options.seeds)
+        counts = {"within": WITHIN, "wanted": {"faults": wanted_faults, "sound": len(HEALTHY)}}
         first = next(job for job in wanted if job["fault"] is None)
         log = next(r["log"] for r in kept() if (name_of(r), r["seed"]) == (name_of(first), first["seed"]))
         found = {"machine": platform.machine(), **counts, "faults": faults, "sound": sound, "healthy": ranges(log)}

@@ -1,6 +1,7 @@
 """Read what somebody else may have written: regular files only, bounded in size and in depth; finite numbers."""
 
 import json
+import os
 import re
 import stat
 import sys
@@ -10,6 +11,8 @@ from typing import Any
 
 MAX_DEPTH = 100
 """Most lists and objects inside each other."""
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+"""Colours and other control characters, without tabs and ends of lines."""
 LARGEST = 2**26
 """Most bytes of a file of settings or records."""
 
@@ -34,6 +37,19 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
     if facts.st_size > largest:
         raise OSError(f"{facts.st_size:,} bytes, more than the {largest:,} that are read")
     return path.read_text(encoding="utf-8")
+
+
+def read_end(path: Path, most: int) -> str:
+    """Return the last bytes of a regular file as printable text with lines; "" without such a file."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                return ""
+            file.seek(max(0, facts.st_size - most))
+            return _CONTROL.sub("", file.read(most).decode(errors="replace")).strip()
+    except OSError:
+        return ""
 
 
 def parse_json(text: str) -> Any:

@@ -131,12 +131,12 @@ class Child:
         with _starting:
             channel, theirs = socket.socketpair()
             self.stream = FrameStream(channel, LARGEST_ANSWER)
-            self._folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{_pid_namespace()}_{os.getpid()}_")
+            self.folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{_pid_namespace()}_{os.getpid()}_")
             try:
                 with theirs:
                     fds = [theirs.fileno(), *fds]
                     arguments = (fds[0], memory_gib, os.getpid(), *fds[1:])
-                    self.process = start_python(program, arguments, fds, TMPDIR=self._folder)
+                    self.process = start_python(program, arguments, fds, TMPDIR=self.folder)
             except BaseException:
                 self._discard()
                 raise
@@ -159,11 +159,11 @@ class Child:
         """Close the socket and remove the folder, in which a sandboxed program may have closed its own to us."""
         _children.discard(self)
         self.stream.channel.close()
-        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     os.chmod(entry.path, 0o700)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def kill_children() -> None:

@@ -104,6 +104,10 @@ class RewardError(RuntimeError):
         super().__init__(redacted_text(message))
 
 
+class AttemptsFailed(RuntimeError):
+    """Each attempt at an environment has failed, generation after generation; raised on all processes."""
+
+
 class NonFiniteError(RuntimeError):
     """NaN or inf in the input of the optimizer; raised on all processes, with the first bad tensor."""
 

@@ -28,6 +28,7 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data.given import Checked
 from grpo_ext.errors import (
     NOT_FINISHED,
+    AttemptsFailed,
     ConfigError,
     DataError,
     NonFiniteError,
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except DataError as error:
         print(ConfigError(error.problems), file=sys.stderr)
         leave(2)
-    except (ConfigError, NonFiniteError, RewardError, RolloutDrift, SaveError) as error:
+    except (AttemptsFailed, ConfigError, NonFiniteError, RewardError, RolloutDrift, SaveError) as error:
         print(error, file=sys.stderr)
         leave(2)
     except (RankLost, SamplerLost, ServerLost) as error:

@@ -93,6 +93,7 @@ def test_check_names_the_kl_of_the_paper(beta, expected, capsys):
     assert command("check", "--config", "quickstart/grpo", "--beta", beta) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert (f"the paper trains with beta: 0.04; here it is {beta}" in printed) is expected
+    assert "clip cannot act: each generation is used for one optimizer step" in printed
     assert command("check", "--config", "quickstart/dapo", "--beta", beta) == 0
     assert "the paper trains with" not in capsys.readouterr().out
 

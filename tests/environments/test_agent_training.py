@@ -12,8 +12,9 @@ from grpo_ext.commands.sample import sample
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.environments.library.command import Command
 from grpo_ext.environments.protocol import AgentTask
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import AttemptsFailed, ConfigError
 from grpo_ext.evaluation.evaluate import evaluate
+from grpo_ext.trainer.diagnosis.rules import diagnose
 from support import agents, tiny
 
 AGENT = """
@@ -111,6 +112,38 @@ def test_an_evaluation_and_a_sample_have_the_branches(tmp_path):
         assert one["completion"][-1]["role"] == "assistant"
         assert "--- branch 1: after message 0 of prompt and completion ---\n\n[user]\nsub:" in one["branches"]
     assert (len(evaluated), len(sampled)) == (4, 4)
+
+
+CRASHES = """
+import json, os, sys, urllib.request
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "go"}]}).encode()
+urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
+print(undefined)
+"""
+
+
+def test_the_first_crash_of_a_program_is_shown_once_and_all_are_counted_and_kept(tmp_path, caplog):
+    entry = {"name": "command", "kwargs": {"run": [sys.executable, "-c", CRASHES]}}
+    settings = {"per_device_train_batch_size": 4, "num_generations": 4}
+    made = trained(tmp_path, entry, log_completions=True, num_completions_to_print=0, **settings)
+    (line,) = [text for text in caplog.messages if "another status than 0" in text]
+    assert "of 4 programs 4 ended with another status than 0 (4 with 1)" in line
+    assert line.endswith("NameError: name 'undefined' is not defined")
+    assert [row["environments/command/nonzero_exit"] for row in made.state.log_history[:2]] == [1.0, 1.0]
+    assert all(text.endswith("is not defined") for text in made._logs["extra"]["output"])
+    assert [finding.rule.name for finding in diagnose(made.state.log_history)][:1] == ["agent fails"]
+
+
+def test_a_run_stops_when_every_attempt_has_failed_for_long(tmp_path):
+    settings = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 20}
+    entry = {"path": f"{agents.__file__}:never"}
+    made = trainer_of(tmp_path / "lost", entry, **settings)
+    with pytest.raises(AttemptsFailed, match=r"every attempt of 5 generations in a row.*no world.*resume"):
+        made.train()
+    assert made.state.global_step == 4
+    made = trained(tmp_path / "paid", entry | {"on_error": 0.0}, **settings | {"max_steps": 6})
+    assert made.state.global_step == 6
 
 
 @pytest.mark.slow  # each attempt imports the client

@@ -423,9 +423,9 @@ def test_a_command_is_paid_by_its_status_a_file_or_a_test(hosts, program, kwargs
 
 
 FAULTS = {
-    "ask('a'); os.kill(os.getpid(), 9)": "raised: run: .*was killed by SIGKILL",
+    "ask('a'); print('so far', flush=True); os.kill(os.getpid(), 9)": "raised: run: .*was killed by SIGKILL. so far",
     "ask('a'); os.kill(os.getppid(), 9)": "died: it was killed by SIGKILL",
-    "import time; ask('a'); time.sleep(3600)": "timeout: .*within 3 s",
+    "import time; ask('a'); print('so far', flush=True); time.sleep(3600)": "timeout: .*within 3 s",
     "print('I say no'); sys.exit(1)": "raised: run: it ended without an answer of the model. I say no",
 }
 
@@ -445,6 +445,20 @@ def test_a_fault_costs_its_own_attempt_only(hosts):
         else:
             assert trajectory.reward is None
             assert re.match(pattern, trajectory.failure), trajectory.failure
+    assert [one.output for one in made] == ["", "so far", "", "so far", "I say no", ""]
+    assert [one.status for one in made] == [0, None, None, None, 1, 0]
+
+
+def test_the_end_of_what_an_agent_and_its_test_print_is_kept_without_keys(hosts):
+    program = "ask('a'); print('x' * 3000); print('\\x1b[31mkey', os.environ['OPENAI_API_KEY']); assert not 'crashed'"
+    given = command(program, test=["printf", "one\\ntwo"], files={"reward.txt": "1"}, reward="file")
+    [made], _ = run(hosts, tasks(given, [{"prompt": GO, "word": "w"}]))
+    assert (made.failure, made.reward, made.status) == (None, 1.0, 1)
+    agent, test = made.output.split("\n--- test ---\n")
+    assert agent.startswith("xxx")
+    assert "\nkey (its key)\nTraceback" in agent
+    assert agent.endswith("AssertionError")
+    assert (len(agent) < 2000, test) == (True, "one\ntwo")
 
 
 def test_each_fault_of_an_agent_costs_its_own_attempt_and_leaves_nothing(hosts):

@@ -63,6 +63,11 @@ async def thinks_plainly(row, client):
     return 1.0
 
 
+async def never(row, client):
+    """Fail in each attempt."""
+    raise RuntimeError("no world")
+
+
 # Faults.
 
 FAULTS = {

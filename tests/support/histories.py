@@ -39,6 +39,10 @@ SOUND: dict[str, Callable[[int], float]] = {
     "sampling/kept_long": lambda s: (0.97, 1.01)[s % 2],
     "ratio/ess_completions": lambda s: (1.0, 0.9)[s % 2],
     "clip_ratio/region_mean": lambda s: (0.3, 0.5)[s % 2],
+    "completions/skipped": lambda s: (0.0, 0.25)[s % 2],
+    "groups/distinct": lambda s: (0.9, 1.0)[s % 2],
+    "grad_norm": lambda s: (0.2, 0.3)[s % 2],
+    "learning_rate": lambda s: 1e-6,
     "weights/change": lambda s: (2e-4, 3e-4)[s % 2],
     "nonfinite/skipped_steps": lambda s: 0.0,
 }

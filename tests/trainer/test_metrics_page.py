@@ -15,7 +15,16 @@ PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
 LISTED = {name: row[-1].strip("` |") for row in ROWS for name in re.findall(r"`([^`]+)`", row[0])}
 """Names, and when they are logged."""
-NOT_HERE = ("tools", "the drift check", "the drift check, with an adapter", "mixtures of experts", "eval_sets")
+NOT_HERE = (
+    *(
+        "tools",
+        "environment `command",
+        "the drift check",
+        "the drift check, with an adapter",
+        "mixtures of experts",
+        "eval_sets",
+    ),
+)
 """What no run here has; tests of these look at their figures."""
 BY_CHANCE = {"rewards/same_text_differs", "accuracy/out_of_time", FIRST_TURN, LATER_TURNS, *list(DEPTHS)[1:]}
 """What a run logs where two completions of a group are the same, a comparison takes too long, or completions are long

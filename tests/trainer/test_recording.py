@@ -210,9 +210,30 @@ def test_the_change_of_the_weights_is_that_of_the_steps_that_are_logged():
     assert metrics["weights/change"] == pytest.approx([0.25, 0.1])
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "gradient_accumulation_steps": 2}])
-def test_a_run_that_samples_by_itself_is_its_own_sampler(settings, tmp_path):
-    trainer = build(tiny.model(), tmp_path, max_steps=4, learning_rate=0.05, temperature=0.7, **settings)
+def test_a_step_that_moves_one_of_two_factors_changes_weights():
+    """As of an adapter, of which one factor of each layer rests in the first step."""
+    model, metrics = torch.nn.ParameterList([torch.ones(2) for _ in range(32)]), defaultdict(list)
+    state = SimpleNamespace(global_step=0, logging_steps=1, log_history=[], is_world_process_zero=True)
+    watching = Watching(metrics)
+    watching.on_train_begin(None, state, None, model=model)
+    with torch.no_grad():
+        for factor in list(model)[1::2]:
+            factor.mul_(2.0)
+    watching.on_optimizer_step(None, state, None)
+    assert metrics["weights/change"][0] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine"),
+    [
+        ({}, "auto"),
+        ({"num_iterations": 2, "gradient_accumulation_steps": 2}, "auto"),
+        ({}, "generate"),  # transformers' own
+    ],
+)
+def test_a_run_that_samples_by_itself_is_its_own_sampler(settings, engine, tmp_path):
+    own = {"rollout_engine": engine, "temperature": 0.7, "learning_rate": 0.05}
+    trainer = build(tiny.model(), tmp_path, max_steps=4, **own, **settings)
     trainer.train()
     log = [row for row in trainer.state.log_history if "reward" in row]
     assert len(log) == (2 if settings else 4)  # a generation is logged with its first step
@@ -237,8 +258,11 @@ def test_a_run_that_samples_by_itself_is_its_own_sampler(settings, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "off"), [({"loss_defaults": "trl"}, True), ({}, False)])
-def test_truncated_sampling_shows_in_what_the_sampler_drew_unless_the_policy_is_scored_alike(settings, off, tmp_path):
-    trainer = build(tiny.model(), tmp_path, max_steps=1, top_k=3, rollout_engine="grouped", **settings)
+@pytest.mark.parametrize("engine", ["grouped", "generate"])
+def test_truncated_sampling_shows_in_what_the_sampler_drew_unless_the_policy_is_scored_alike(
+    settings, off, engine, tmp_path
+):
+    trainer = build(tiny.model(), tmp_path, max_steps=1, top_k=3, rollout_engine=engine, **settings)
     trainer.train()
     row = trainer.state.log_history[0]
     assert row["sampling/mismatch"] > 0.1 if off else row["sampling/mismatch"] < 1e-5

@@ -16,11 +16,15 @@ KEPT = ("", "_short", "_long")
 GROWING = {"sampling/mismatch": lambda n: 2e-3 * n, "sampling/bias": lambda n: 2e-4 * n}
 TURNS = {"sampling/mismatch_first_turn": 0.02, "sampling/mismatch_later_turns": 0.16}
 DEPTHS = {"sampling/mismatch_from_0": 0.02, "sampling/mismatch_from_128": 0.16}
+SILENT = {"advantages/zero_variance_groups": 1.0, "groups/all_wrong": 1.0}
 FAULTS = {
     "reward fails": ({"rewards/format/errors": 64.0, "rewards/format/none_frac": 1.0, "rewards/format/std": None}, 2),
     "environment fails": ({"environments/guess/failed": 0.75}, 3),
+    "agent fails": (SILENT | {"environments/command/nonzero_exit": 1.0}, 5),
     "skipped steps": ({"nonfinite/skipped_steps": 1.0}, 3),
     "misplaced mask": ({"completions/mask_misplaced": 0.8}, 2),
+    "all masked": ({"completions/skipped": 1.0, "completions/mask_misplaced": None, "grad_norm": 0.0}, 5),
+    "no weight moves": ({"weights/change": lambda n: (0.0, 3e-12)[n % 2]}, 3),
     "end token lost": ({"completions/clipped_ratio": 1.0}, 3),
     "advantages of other rows": (
         {name: lambda n: 0.2 * (-1) ** n for name in (
@@ -28,6 +32,7 @@ FAULTS = {
     ),
     "rewards of other rows": ({"rewards/same_text_differs": 0.6}, 3),
     "steps too large": ({"weights/change": 0.02, "reward": 0.3}, 3),
+    "policy collapsed": ({"entropy": 0.0, "reward": 0.1, "weights/change": 0.0}, 3),
     "drift by turn": (level(0.09) | TURNS | DEPTHS | {"sampling/mismatch_from_0": 0.05}, 3),
     "drift by depth": (level(0.09) | DEPTHS | TURNS | {"sampling/mismatch_first_turn": 0.05}, 3),
     "another prompt": (level(2.0), 3),
@@ -41,20 +46,24 @@ FAULTS = {
     "sign of a reward": ({"rewards/accuracy/mean": lambda n: -(0.5, 0.45)[n % 2]}, 3),
     "constant reward": ({"rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 0.0}, 3),
     "completions no longer end": ({"completions/clipped_ratio": 0.9}, 3),
-    "no signal": ({"advantages/zero_variance_groups": 1.0, "groups/all_wrong": 1.0}, 5),
+    "no signal": (SILENT, 5),
 }  # fmt: skip
 """What changes in a sound log from step 11 on, or from the first, and how many logs later it is named."""
-FROM_THE_FIRST = {"no signal"}
+FROM_THE_FIRST = {"no signal", "agent fails", "no weight moves"}
 
 NEIGHBOURS = {
     "reward fails": {"rewards/format/errors": 3.0, "rewards/format/none_frac": 0.05, "rewards/format/std": 0.0},
     "environment fails": {"environments/guess/failed": lambda n: 0.75 * (n % 2)},
+    "agent fails": {"environments/command/nonzero_exit": 1.0},  # its test or its file pays
     "skipped steps": {"nonfinite/skipped_steps": lambda n: float(n % 3 == 0)},
     "misplaced mask": {"completions/mask_misplaced": None, "completions/skipped": 0.8},
+    "all masked": {"completions/skipped": lambda n: float(n % 5 > 0)},
+    "no weight moves": {"weights/change": 0.0, "learning_rate": 0.0},  # the end of a schedule
     "end token lost": {"completions/clipped_ratio": 0.75, "completions/min_length": 12},
     "advantages of other rows": {"advantages/of_reward": 0.2},  # rewards normalised one by one
     "rewards of other rows": {"rewards/same_text_differs": 0.1},
     "steps too large": {"weights/change": 0.02},
+    "policy collapsed": {"entropy": 0.0, "reward": 1.5},  # a task that is learned
     "drift by turn": dict.fromkeys(TURNS, 4e-08),
     "drift by depth": level(1e-7) | {"sampling/mismatch_from_128": 1e-5, "sampling/mismatch_from_1k": 2e-5},
     "another prompt": level(2e-7),
@@ -128,6 +137,43 @@ def test_a_sound_run_with_changing_metrics_has_no_fault(name):
 
 def test_a_sound_run_has_no_fault():
     assert not diagnose(history(steps=60))
+
+
+NOTHING_YET = {
+    "a warm-up from a rate of 0": {"learning_rate": lambda n: 1e-9 * n},
+    "no gradient yet": SILENT | {"grad_norm": 0.0},
+    "the scaler of fp16 looks for its factor": {"grad_norm": math.inf},
+}
+"""Beginnings of sound runs in which no weight moves."""
+
+
+@pytest.mark.parametrize("name", NOTHING_YET)
+def test_a_run_whose_weights_rest_at_first_has_no_fault(name):
+    log = history({"weights/change": 0.0} | NOTHING_YET[name], since=1, steps=4) + history(steps=20)[4:]
+    assert not diagnose(log)
+
+
+def test_what_is_the_same_in_every_log_is_found_in_a_short_one():
+    """With two logs, one of which may be the first step of a warm-up, and not while more may follow."""
+    still = history({"weights/change": 0.0}, since=1, steps=2)
+    assert [f.rule.name for f in diagnose(still)] == ["no weight moves"]
+    assert not diagnose(still[:1])
+    masked = history({"completions/skipped": 1.0}, since=1, steps=1)
+    assert [f.rule.name for f in diagnose(masked)] == ["all masked"]
+
+
+def test_a_first_step_that_destroys_the_policy_is_found_in_the_next_logs():
+    """Only the first log is of the sound policy, and its step alone is large."""
+    gone = {"reward": 0.0, "weights/change": 0.0, "grad_norm": 0.0}
+    certain = history(gone | {"entropy": 0.0}, since=2, steps=4)
+    assert [(f.rule.name, f.step) for f in diagnose(certain)] == [("policy collapsed", 4)]
+    texts = SILENT | {"entropy": None, "groups/distinct": 0.125}  # without a gradient no entropy is computed
+    found = diagnose(history(gone | texts, since=2, steps=21))
+    assert [(f.rule.name, f.step) for f in found] == [("policy collapsed", 21)]
+    moved = {"reward": 0.0, "entropy": 2.0, "weights/change": 0.03}
+    assert [(f.rule.name, f.step) for f in diagnose(history(moved, since=1, steps=6))] == []
+    log = history()[:1] + history(moved, since=2, steps=6)[1:]
+    assert [(f.rule.name, f.step) for f in diagnose(log)] == [("steps too large", 4)]
 
 
 @pytest.mark.parametrize("since", [1, 3])

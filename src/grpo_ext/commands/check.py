@@ -15,6 +15,7 @@ from grpo_ext.config.ahead import described
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
+from grpo_ext.config.loss import idle_clip
 from grpo_ext.config.machine import lacks
 from grpo_ext.config.precision import expected_differences, precision
 from grpo_ext.config.warnings import warnings
@@ -105,6 +106,7 @@ def _loss(recipe: Recipe) -> Section:
         ("loss", objective.describe()),
         ("formula", f"{objective.row.formula or 'of your own'}{but}"),
         ("paper", f"{objective.row.paper or 'of your own'}{but and ' (modified)'}"),
+        *([("clip", idle)] if (idle := idle_clip(recipe.training)) else []),
         *([("KL", f"the paper trains with beta: {paper:g}; here it is {beta:g}")] if beta != paper > 0 else []),
         ("rewards", ", ".join(f"{name} x {weight:g}" for name, weight in weights)),
     ]

@@ -19,8 +19,8 @@ from grpo_ext.data.rows import WRITTEN, Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.combinations import weighted_total
-from grpo_ext.objective.trajectory import BRANCHES, Trajectory
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
+from grpo_ext.objective.trajectory import Trajectory, of_agents
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -108,7 +108,7 @@ def as_json_row(example: Mapping[str, Any]) -> Row:
         return dict(example)
     row = {name: value for name, value in example.items() if name != TRAJECTORY}
     row |= {"turn_rewards": [turn.reward for turn in attempt.turns], "failure": attempt.failure}
-    return row | ({BRANCHES: attempt.branches} if attempt.branches else {})
+    return row | {name: text for name, [text] in of_agents([attempt]).items() if text}
 
 
 def pass_rate(completions: Sequence[Row], by: str) -> float | None:

@@ -73,6 +73,18 @@ def _aggregation(config: GRPOExtArguments) -> Iterator[Problem]:
     yield from option_problems("loss_aggregation_kwargs", config.loss_aggregation_kwargs, function, with_fields)
 
 
+def idle_clip(config: GRPOExtArguments) -> str:
+    """Return why the clip of the loss cannot act; "" where it can, or the loss has none."""
+    updates = (config.steps_per_generation or 1) * config.num_iterations / config.gradient_accumulation_steps
+    old_is_sampler = config.samples_otherwise and config.old_logps == "sampler"
+    if config.objective.row.clip_regions is None or updates > 1 or old_is_sampler:
+        return ""
+    return (
+        "cannot act: each generation is used for one optimizer step, in which the ratio is 1 (more steps: "
+        "num_iterations, steps_per_generation)"
+    )
+
+
 # The KL term.
 
 

@@ -167,6 +167,13 @@ _UNUSUAL: tuple[Rule, ...] = (
         "GRPO trains at 1e-7 to 1e-4 and diverges far below this",
         "Is a minus missing, as in 1e-6?",
     ),
+    Conflict("learning_rate", lambda c: c.learning_rate == 0, "no step changes a weight", "Papers have 1e-7 to 1e-5."),
+    Conflict(
+        "max_grad_norm",
+        lambda c: 0 < c.max_grad_norm < 1e-6,
+        "Adam's denominator is 1e-8 at least, so gradients this small change no weight",
+        "Papers have 0.1 to 1; 0 does not clip.",
+    ),
     Conflict(
         "warmup_steps max_steps",
         lambda c: c.warmup_steps >= c.max_steps > 0,

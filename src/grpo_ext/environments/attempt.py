@@ -86,6 +86,8 @@ class Attempt:
     truncated: bool = False
     over_limit: bool = False
     """Whether an agent's request was refused for a limit."""
+    status: int | None = None
+    """The exit status of an agent's program."""
     line: Line | None = None
     """An agent's way to the model."""
     dialogue: History | None = None

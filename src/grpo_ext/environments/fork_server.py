@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.bounded import read_end
 from grpo_ext.child_processes import (
     EXIT_SECONDS,
     LOADING_SECONDS,
@@ -33,6 +34,7 @@ from grpo_ext.child_processes import (
     traceback_tail,
 )
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of, maker_of
+from grpo_ext.environments.protocol import OUTPUTS
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, serve_session
 from grpo_ext.frames import FrameError, parsed_json, read_frame, wait
 from grpo_ext.rewards.workers.worker import packed_call, seed_all, send_answer, unpacked_arguments
@@ -103,6 +105,11 @@ class ForkServer:
             socket.send_fds(self._control, [f"fork {number} {seed}".encode()], [theirs.fileno()])
         self._running.add(number)
         return ours
+
+    def output(self, number: int, most: int) -> str:
+        """Return the end of what the programs of a process have printed so far."""
+        printed = [read_end(Path(self._child.folder, str(number), name), most) for name in OUTPUTS]
+        return "\n--- test ---\n".join(filter(None, printed))
 
     def exit_code(self, number: int) -> int | None:
         """Return the exit code of a process that closed its socket, or None where it is not known."""

@@ -15,10 +15,13 @@ from grpo_ext.environments.composition import EnvironmentSpec, functions_of
 from grpo_ext.environments.endpoint.server import Endpoint
 from grpo_ext.environments.fork_server import ForkServer, import_request
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, SessionRequest, serve_session
+from grpo_ext.errors import redacted_text
 from grpo_ext.frames import FrameError, FrameStream, parsed_json, pickled, wait
 
 _LARGEST = 2**26
 """Most bytes of an answer."""
+_OUTPUT = 2000
+"""Bytes of what each program of an agent has printed that are kept."""
 GRACE = 5.0
 """Seconds by which the deadline is extended for an answer that has begun to arrive."""
 SLOW = "Raise turn_timeout, or load slow imports and data once for all attempts in a class method preload."
@@ -127,6 +130,10 @@ class Connection:
             return None
         reason = f"{FailureKind.TIMEOUT}: it did not answer within {self.seconds:g} s. {SLOW}"
         return Answer({}, reason, now - self.asked)
+
+    def output(self) -> str:
+        """Return the end of what an agent's programs have printed, with the place of secrets taken by ***."""
+        return "" if self.server is None else redacted_text(self.server.output(self.number, _OUTPUT))
 
     def close(self) -> None:
         """End the environment with all that it started; a thread ends when its environment returns."""

@@ -251,10 +251,12 @@ class Attempts:
         self._end(attempt, final_reward(value), None)
 
     def _ran(self, attempt: Attempt, value: Mapping[str, Any]) -> None:
+        attempt.status = status if isinstance(status := value.get("status"), int) else None
         if attempt.turns or attempt.truncated:
             self._end(attempt, final_reward(value), None)
         else:
-            reason = f"it ended without an answer of the model. {value.get('output') or ''}"
+            assert attempt.connection is not None
+            reason = f"it ended without an answer of the model. {' '.join(attempt.connection.output()[-400:].split())}"
             self._fail(attempt, f"{FailureKind.RAISED}: run: {reason}")
 
     def _fail(self, attempt: Attempt, failure: str) -> None:
@@ -273,13 +275,16 @@ class Attempts:
             return Context([min(self.limits.ends)], "")
 
     def _end(self, attempt: Attempt, reward: float | None, failure: str | None) -> None:
+        output = ""
         if attempt.connection is not None:
+            if attempt.line is not None:
+                output = attempt.connection.output().replace(attempt.line.key, "(its key)")
             attempt.connection.close()
         self.agents.end(attempt)
         context = attempt.context if attempt.context.ids else self._prompt(attempt)
         turns = attempt.turns or [Turn(context.ids, [], None, self.engine.version)]
         name = attempt.task.spec.name
         messages = attempt.messages or [{"role": "assistant", "content": ""}]
-        seen = (name, messages, attempt.opening, attempt.branches)
+        seen = (name, messages, attempt.opening, attempt.branches, output, attempt.status)
         trajectory = Trajectory(turns, reward, attempt.truncated, failure, *seen)
         self._done[attempt.number] = trajectory, attempt.figures

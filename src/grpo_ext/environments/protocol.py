@@ -15,6 +15,8 @@ RESET, REWARD = "reset", "get_reward"
 """Methods of TRL's classes that are not tools."""
 
 
+OUTPUTS = ("agent.out", "test.out")
+"""Files among an attempt's temporary files into which an agent's program and its test print."""
 MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url")
 """Types of content parts that are not text; environments refuse them."""
 TEXT_ONLY_CURE = "Use text only."
@@ -69,8 +71,8 @@ class Agent:
     in_process = False
     needs: tuple[str, ...] = ()
     """Columns of the data that it needs."""
-    output = ""
-    """The end of its output, shown if it never called the model."""
+    status: int | None = None
+    """The exit status of its program, if it is one."""
 
     @staticmethod
     def pays(options: Mapping[str, Any]) -> bool:

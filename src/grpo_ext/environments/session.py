@@ -103,7 +103,7 @@ class Session:
     def _run(self, task: AgentTask) -> dict[str, Any]:
         assert self._make is not None
         agent = cast(Agent, self._make())
-        return {"reward": self._awaited(agent.run(task)), "output": agent.output}
+        return {"reward": self._awaited(agent.run(task)), "status": agent.status}
 
     def _step(self, message: Message) -> dict[str, Any]:
         if isinstance(self._environment, Conversation):

@@ -20,8 +20,8 @@ from grpo_ext.data.rows import Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import RewardError
 from grpo_ext.evaluation.sampling import HasEngine, evaluating, length_of, seeded
-from grpo_ext.objective.trajectory import BRANCHES
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
+from grpo_ext.objective.trajectory import of_agents
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.seeds import Source, numbered
@@ -147,8 +147,7 @@ def _add_rewards(trainer: HasEngine, samples: list[Row], columns: dict[str, list
             found[f"rewards/{ENVIRONMENT}"] = rewards
         extras[TURNS] = [len(attempt.turns) for attempt in attempts]
         extras[FAILED] = [attempt.failure is not None for attempt in attempts]
-        if any(branches := [attempt.branches for attempt in attempts]):
-            extras[BRANCHES] = branches
+        extras |= {name: texts for name, texts in of_agents(attempts).items() if any(texts)}
     for name, column in {**found, **extras}.items():
         for sample, value in zip(samples, column, strict=True):
             sample[name] = value

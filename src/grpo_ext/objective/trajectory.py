@@ -17,6 +17,8 @@ COLUMN = "trajectory"
 """Column in which reward functions find a row's `Trajectory`."""
 BRANCHES = "branches"
 """Column of tables of completions with `Trajectory.branches`."""
+OUTPUT = "output"
+"""Column of tables of completions with `Trajectory.output`."""
 
 
 class Sample(NamedTuple):
@@ -85,6 +87,10 @@ class Trajectory:
     """The prompt as the policy read it, where an environment has added to the dataset's or replaced it."""
     branches: str = ""
     """Conversations of an agent that `messages` does not have, as text: sub-agents, what it took back."""
+    output: str = ""
+    """The end of what an agent's program has printed, for people."""
+    status: int | None = None
+    """The exit status of an agent's program."""
 
     def __post_init__(self) -> None:
         """Raise if there is no prompt."""
@@ -110,6 +116,11 @@ class Trajectory:
         return [
             tree.prompt[:kept] + [tree.ids[i] for i in path] for kept, path in paths(tree.parents, len(tree.prompt))
         ]
+
+
+def of_agents(made: Sequence[Trajectory]) -> dict[str, list[str]]:
+    """Return what only agents have: conversations besides the last one, and the end of what their programs print."""
+    return {BRANCHES: [one.branches for one in made], OUTPUT: [one.output for one in made]}
 
 
 @dataclass(frozen=True)

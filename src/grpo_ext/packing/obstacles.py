@@ -7,19 +7,18 @@ from enum import Enum
 from typing import Any, TypeAlias, cast
 
 from peft import PeftModel
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.packing.dropout import active_dropout
 from grpo_ext.packing.recurrent import LAYER_TYPES, is_recurrent
+from grpo_ext.packing.rotary import growing
 
 Policy: TypeAlias = PreTrainedModel | PeftModel
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Implementations of transformers that differ only in rounding, so that ours may replace them."""
-GROWING_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings with frequencies that depend on the length of the batch."""
 NORM_AFTER_ROTARY = ("HunYuanDenseV1Attention", "HunYuanMoEV1Attention", "HunYuanVLDenseV1Attention")
 """Attention of transformers whose scores depend on more than differences of positions, once its norms are trained."""
 KNOWN_LAYERS = ("chunked_attention", "full_attention", "sliding_attention")
@@ -138,17 +137,11 @@ def _of_architecture(base: PreTrainedModel) -> Iterator[str]:
         yield "the model has an encoder"
     if kinds := _layer_types(base) - {*KNOWN_LAYERS} - LAYER_TYPES:
         yield f"the model has layers of {', '.join(sorted(kinds))}"
-    if growing := sorted(_rope_types(config) & set(GROWING_ROPE)):
-        yield f"{growing[0]} rotary embeddings depend on the length of the batch"
+    if kind := growing(config):
+        yield f"{kind} rotary embeddings depend on the length of the batch"
     sees = "vision_config" in base.config.sub_configs
     if sees and not _is_rotary(text_model(base)):  # GIT and Kosmos count positions by themselves
         yield "positions are not rotary"
-
-
-def _rope_types(config: PreTrainedConfig) -> set[str]:
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [parameters, *(p for p in parameters.values() if isinstance(p, dict))]
-    return {str(p["rope_type"]) for p in parts if "rope_type" in p}
 
 
 # Only in the loss: our attention replaces the model's, and completions lie side by side.

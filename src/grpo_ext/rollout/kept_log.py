@@ -44,6 +44,36 @@ class KeptLog:
         return found
 
 
+class DrawLog:
+    """The last logits processor of `generate`: records the log-probability of each token that it draws.
+
+    Args:
+        kept: records the tokens that may be drawn too.
+    """
+
+    def __init__(self, kept: KeptLog | None = None) -> None:
+        self.kept = kept
+        self._drawn: list[Tensor] = []
+        self._last: Tensor | None = None
+
+    def __call__(self, ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocabulary"]) -> Tensor:
+        """Note the last token, which was drawn by the scores before these; return the scores as they are."""
+        self._note(ids)
+        self._last = scores.float().log_softmax(dim=1)
+        if self.kept is not None:
+            self.kept.add(scores)
+        return scores
+
+    def _note(self, ids: Tensor) -> None:
+        if self._last is not None:
+            self._drawn.append(self._last.gather(1, ids[:, -1:]))
+
+    def logps(self, output: Int[Tensor, "rows tokens"]) -> Float[Tensor, "rows drawn"]:
+        """Return the log-probabilities of the tokens drawn, from what `generate` has returned."""
+        self._note(output)
+        return torch.cat(self._drawn, dim=1)
+
+
 @dataclass
 class Drawn:
     """The record of one call of a sampler."""

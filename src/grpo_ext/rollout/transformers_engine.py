@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, Trainer
+from transformers.generation import GenerationMode
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
@@ -22,10 +23,12 @@ from trl.models.utils import disable_gradient_checkpointing
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.ratios import widest
 from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
+from grpo_ext.packing.rotary import forgets_beyond
 from grpo_ext.rollout.decoding import decode, ended, padded
-from grpo_ext.rollout.kept_log import Drawn, KeptLog
+from grpo_ext.rollout.kept_log import DrawLog, Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import drawn as numbers_drawn
@@ -79,8 +82,23 @@ class GroupedEngine:
                 return model.generate(**inputs, custom_generate=partial(decode, drawn=found, uniforms=uniforms)), found
         except Unsupported as error:
             self.refuse(str(error))
-        recorded = {} if log is None else {"custom_generate": _recorded(log)}
-        return model.generate(**inputs, **recorded), found
+        self._check_length(model, inputs["input_ids"].shape[1] + inputs["generation_config"].max_new_tokens)
+        mode = inputs["generation_config"].get_generation_mode()
+        draws = DrawLog(log) if model.training and mode is GenerationMode.SAMPLE else None
+        if draws is None and log is None:
+            return model.generate(**inputs), found
+        output = model.generate(**inputs, custom_generate=_recorded(draws or DrawLog(log)))
+        found.logps += [] if draws is None else [draws.logps(output)]
+        return output, found
+
+    def _check_length(self, model: Any, tokens: int) -> None:
+        """Refuse rows that `model.generate` would not decode right."""
+        if tokens > (most := forgets_beyond(causal_lm(model).config)):
+            reason = (
+                f"rows may have {tokens} tokens, and transformers' own generate forgets a row of longrope at {most}"
+            )
+            cure = f"Set use_vllm: true, or keep prompt and completion within {most} tokens together."
+            raise ConfigError([Problem("rollout_engine", "generate", f"{reason} ({self.refusal})", cure)])
 
 
 class TransformersSampler:
@@ -293,14 +311,10 @@ def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine:
     return engine
 
 
-def _recorded(log: KeptLog) -> Callable[..., Any]:
-    """Return the sampling of `generate` with a last logits processor that records what it may draw."""
-
-    def record(_: Tensor, scores: Tensor) -> Tensor:
-        log.add(scores)
-        return scores
+def _recorded(draws: DrawLog) -> Callable[..., Any]:
+    """Return the sampling of `generate` with a last logits processor that records what it may draw, and draws."""
 
     def sample(model: Any, input_ids: Tensor, logits_processor: LogitsProcessorList, **given: Any) -> Any:
-        return model._sample(input_ids, LogitsProcessorList([*logits_processor, record]), **given)
+        return model._sample(input_ids, LogitsProcessorList([*logits_processor, draws]), **given)
 
     return sample

@@ -27,13 +27,16 @@ from grpo_ext.environments.loop import Attempts
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
-from grpo_ext.objective.trajectory import BRANCHES, Trajectory
+from grpo_ext.errors import AttemptsFailed
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
+from grpo_ext.objective.trajectory import Trajectory, of_agents
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.transformers_engine import positions_of
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 5
+"""Generations in a row in which every attempt may be lost."""
 Played = Sequence[tuple[Trajectory, AttemptFigures]]
 """Attempts with what each took."""
 
@@ -100,6 +103,8 @@ class Acting:
     ) -> None:
         self.tokenizer, self.hosts = tokenizer, EnvironmentHost(memory_gib, sampling)
         self.specs = {spec.name: spec for spec in specs}
+        self._exits_shown: set[str] = set()
+        self._lost = 0
         self._tools = {s.name: schemas(s.target, s.functions) if s.uses_tools else None for s in specs}
         self._reader = reader_of(tokenizer) if any(self._tools.values()) else None
         if self._reader is None and any(spec.is_agent for spec in specs):
@@ -145,9 +150,8 @@ class Acting:
             "failure": [trajectory.failure for trajectory in made],
         }
         names = {"environment_name": [trajectory.environment for trajectory in made]}
-        branches = {BRANCHES: [trajectory.branches for trajectory in made]}
         agents = any(spec.is_agent for spec in self.specs.values())
-        return found | (names if len(self.specs) > 1 else {}) | (branches if agents else {})
+        return found | (names if len(self.specs) > 1 else {}) | (of_agents(made) if agents else {})
 
     def paid(self, made: Trajectory, *, weighted: bool = True) -> float | None:
         """Return the whole reward of a trajectory; None where it is lost, or its environment has none."""
@@ -167,24 +171,49 @@ class Acting:
 
     def figures(self, played: Played, accelerator: Accelerator) -> dict[str, float]:
         """Return the figures of all processes' attempts by environment, and warn of failures."""
-        mine = [(t.environment, t.truncated, t.failure, self.paid(t), vars(took)) for t, took in played]
-        every = gather_object(mine) if accelerator.num_processes > 1 else mine
+        mine = [(t.environment, t.truncated, t.failure, self.paid(t), t.status, vars(took)) for t, took in played]
+        exits = list({t.environment: (t.status, t.output) for t, _ in reversed(played) if t.status}.items())
+        if accelerator.num_processes > 1:
+            mine, exits = gather_object(mine), gather_object(exits)
         found: dict[str, float] = {}
         for name, spec in self.specs.items():
-            attempts = [attempt[1:] for attempt in every if attempt[0] == name]
+            attempts = [attempt[1:] for attempt in mine if attempt[0] == name]
             if not attempts:
                 continue
-            kinds = Counter(failure.partition(":")[0] for _, failure, _, _ in attempts if failure)
+            kinds = Counter(failure.partition(":")[0] for _, failure, *_ in attempts if failure)
             figures = _figures(attempts, kinds)
             found |= {f"environments/{name}/{key}": float(value) for key, value in figures.items()}
-            if kinds and accelerator.is_main_process:
-                first = next(failure for _, failure, _, _ in attempts if failure)
+            if not accelerator.is_main_process:
+                continue
+            if kinds:
+                first = next(failure for _, failure, *_ in attempts if failure)
                 counts = ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items()))
                 logger.warning(
                     f"environment {name!r}: {sum(kinds.values())} of {len(attempts)} attempts failed ({counts}), "
                     f"counted as {spec.on_error}. The first: {first[:500]}"
                 )
+            if (shown := dict(reversed(exits)).get(name)) and name not in self._exits_shown:
+                self._exits_shown.add(name)
+                statuses = Counter(status for *_, status, _ in attempts if status)
+                logger.warning(_exits(name, len(attempts), statuses, *shown))
         return found
+
+    def note_losses(self, played: Played, accelerator: Accelerator) -> None:
+        """Count generations of training in a row of which every attempt was lost; collective.
+
+        Raises:
+            AttemptsFailed: PATIENCE of them, on all processes.
+        """
+        lost = [made.failure if made.lost else None for made, _ in played]
+        if accelerator.num_processes > 1:
+            lost = gather_object(lost)
+        self._lost = self._lost + 1 if all(lost) else 0
+        if self._lost == PATIENCE:
+            raise AttemptsFailed(
+                f"every attempt of {PATIENCE} generations in a row has failed, so that nothing was learned. The first "
+                f"of the last one: {lost[0]} Repair it (`grpo-ext try` plays it by hand), and run the same command to "
+                "resume from the last checkpoint; `on_error: 0` pays failures in place of leaving them out."
+            )
 
     def close(self) -> None:
         """End all processes."""
@@ -192,11 +221,12 @@ class Acting:
 
 
 def _figures(
-    attempts: Sequence[tuple[bool, str | None, float | None, dict[str, float]]], kinds: Mapping[str, int]
+    attempts: Sequence[tuple[bool, str | None, float | None, int | None, dict[str, float]]], kinds: Mapping[str, int]
 ) -> dict[str, float]:
-    """Means over the attempts at one environment: whether truncated, failure, reward, and what each took."""
+    """Means over the attempts at one environment: whether truncated, failure, reward, exit status, what each took."""
     count = len(attempts)
-    rewards = [reward for _, _, reward, _ in attempts if reward is not None]
+    rewards = [reward for _, _, reward, *_ in attempts if reward is not None]
+    statuses = [status for *_, status, _ in attempts if status is not None]
     took = {key: sum(took[key] for *_, took in attempts) for key in vars(AttemptFigures())}
     return {
         "turns": took["turns"] / count,
@@ -206,5 +236,16 @@ def _figures(
         "truncated": sum(truncated for truncated, *_ in attempts) / count,
         "failed": sum(kinds.values()) / count,
         **{f"failed/{kind}": n / count for kind, n in sorted(kinds.items())},
+        **({"nonzero_exit": sum(map(bool, statuses)) / len(statuses)} if statuses else {}),
         **({"reward": sum(rewards) / len(rewards)} if rewards else {}),
     }
+
+
+def _exits(name: str, attempts: int, statuses: Mapping[int, int], first: int, output: str) -> str:
+    """Return the line about programs that have ended with another status than 0."""
+    counts = ", ".join(f"{count} with {status}" for status, count in sorted(statuses.items()))
+    return (
+        f"environment {name!r}: of {attempts} programs {sum(statuses.values())} ended with another status than 0 "
+        f"({counts}); shown once, counted in environments/{name}/nonzero_exit. The first, with {first}, printed: "
+        f"{' '.join(output[-600:].split()) or 'nothing'}"
+    )

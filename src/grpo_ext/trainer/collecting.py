@@ -224,6 +224,8 @@ class Collector:
         metrics = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
         for name, value in self.acting.figures(played, self.trainer.accelerator).items():
             metrics[name].append(value)
+        if self.trainer.model.training:
+            self.acting.note_losses(played, self.trainer.accelerator)
         return {"trajectories": [trajectory for trajectory, _ in played]}
 
     def _played(self, acting: Acting, collected: Collected) -> Played:

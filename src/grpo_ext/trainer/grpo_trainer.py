@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.loss import idle_clip
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import precision
 from grpo_ext.config.truncation import adapter_problems, scores_kept_sets
@@ -56,7 +57,7 @@ from grpo_ext.trainer.reference import InitialWeights, compare, made_up, moved, 
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler
-from grpo_ext.trainer.seeing import check_processor, check_prompts
+from grpo_ext.trainer.seeing import check_processor, check_prompts, fix_lengths
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
     Reward,
@@ -173,9 +174,10 @@ class GRPOExtTrainer(Lifecycle):
         check_reward_names(self.reward_func_names)
         check_best_metric(args, ready.eval_dataset, self.reward_func_names)
         check_processor(self, ready.train_dataset, ready.eval_dataset)
+        played = bool(ready.environments or any(rollouts.values()))
         if not isinstance(train_dataset, Checked):
-            played = bool(ready.environments or any(rollouts.values()))
             check_prompts(self, ready.train_dataset, ready.eval_dataset, played=played)
+        fix_lengths(self, ready.train_dataset, played=played)
         make_portable(self.model)
         if args.fp16:
             widen_trained(self.model)
@@ -277,6 +279,8 @@ class GRPOExtTrainer(Lifecycle):
         departures = objective.departures()
         paper = f"{objective.row.paper}, but for the {', '.join(departures)}" if departures else objective.row.paper
         self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {paper}")
+        if idle := idle_clip(self.args):
+            self.accelerator.print(f"the clip {idle}")
         self.accelerator.print(self.sharing.describe())
         self.accelerator.print(precision(self.args, str(self.model.dtype).removeprefix("torch.")))
 

@@ -1,4 +1,4 @@
-"""Refusals of images that a run would not compute right, found when the first batch has them."""
+"""Look at a trainer's data and first batch for what a run would not compute right: prompts, lengths, images."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,13 @@ from datasets import Dataset
 
 from grpo_ext.config.images import image_problems, rollout_problems
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.data.chat_template import prompt_ids
 from grpo_ext.data.pictures import image_columns
 from grpo_ext.data.prompts import PromptLook, unseen_layout
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.images import COUNT, RowImages
+from grpo_ext.packing.obstacles import causal_lm
+from grpo_ext.packing.rotary import fix_rotary, growing, longest_possible, unchanged_until
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.signatures import callable_name
 from grpo_ext.rollout.seeing import images_in
@@ -52,6 +55,43 @@ def check_prompts(trainer: Any, train: object, evaluated: object, *, played: boo
         notes += [note for note, _ in unseen_layout(spec, train, tokenizer, options)]
     for note in notes if trainer.accelerator.is_main_process else ():
         logger.warning(str(note))
+
+
+def fix_lengths(trainer: Any, train: object, *, played: bool) -> None:
+    """Fix rotary embeddings that change with the length, where prompt and completion may cross the change.
+
+    Raises:
+        ConfigError: they may, and the model's own code is unknown.
+    """
+    config, args = causal_lm(trainer.model).config, trainer.args
+    if (kind := growing(config)) is None:
+        return
+    limit, most = unchanged_until(config), longest_possible(config)
+    if trainer.use_vllm:  # which fixes them by what it is started for
+        longest = most if kind == "dynamic" else args.vllm_max_model_length or most
+    else:
+        longest = most if played or not isinstance(train, Dataset) else min(most, _longest_row(trainer, train, most))
+    if longest <= limit:
+        return
+    why = f"its {kind} rotary embeddings change beyond {limit} tokens, which prompt and completion may exceed"
+    keep = f"lower max_completion_length and max_prompt_length to {limit} tokens together"
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        if not fix_rotary(causal_lm(trainer.accelerator.unwrap_model(model)), longest):
+            raise ConfigError([Problem("model_name_or_path", args.run_name, why, f"{keep[0].upper()}{keep[1:]}.")])
+    if trainer.accelerator.is_main_process:
+        logger.warning(
+            f"{why}: all tokens get the frequencies of a row of {longest} tokens, in this run and in the model that "
+            f"it saves. To keep those of short rows, {keep}."
+        )
+
+
+def _longest_row(trainer: Any, train: Dataset, most: int) -> int:
+    """Return the most tokens of a prompt and its completion."""
+    if image_columns(train):
+        return most
+    tokenizer, options = trainer._tokenizer, as_mapping(trainer.chat_template_kwargs)
+    prompts = (prompt_ids(prompt, tokenizer, options) for prompt in train["prompt"])
+    return max(map(len, prompts), default=0) + int(trainer.max_completion_length)
 
 
 def check_seen(trainer: Any, prompts: list) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_ext.child_processes import describe_exit, die_with_parent
-from grpo_ext.environments.protocol import Agent, AgentTask, environments
+from grpo_ext.environments.protocol import OUTPUTS, Agent, AgentTask, environments
 from grpo_ext.errors import Problem
 from grpo_ext.rewards.text import completion_text
 
@@ -96,23 +96,26 @@ class Command(Agent):
         for name, text in self._files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(filled(text, row))
-        status = self._status(self._run, row, folder, {**model_variables(task), **own})
+        status = self._status(self._run, row, folder, {**model_variables(task), **own}, OUTPUTS[0])
+        self.status = status
         if status < 0:
             raise CommandFailed(f"{self._run[0]}: {describe_exit(status)}. {self.output}")
         if status and self._reward == "none":
             raise CommandFailed(f"{self._run[0]} ended with exit status {status}. {self.output}")
         if self._test:
-            status = self._status(self._test, row, folder, own)
+            status = self._status(self._test, row, folder, own, OUTPUTS[1])
         if self._reward == "exit":
             return float(status == 0)
         return self._number(folder) if self._reward == "file" else None
 
-    def _status(self, command: Sequence[str], row: Mapping[str, Any], folder: Path, own: Mapping[str, str]) -> int:
-        """Run a command to its end. Return its exit status, or minus the signal that ended it."""
+    def _status(
+        self, command: Sequence[str], row: Mapping[str, Any], folder: Path, own: Mapping[str, str], output: str
+    ) -> int:
+        """Run a command that prints into a file. Return its exit status, or minus the signal that ended it."""
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # that is ours
         inherited["PWD"] = str(folder)  # which some programs trust more than their working directory
         arguments = [filled(part, row) for part in command]
-        with tempfile.TemporaryFile() as log:
+        with Path(tempfile.gettempdir(), output).open("wb+") as log:
             try:
                 done = subprocess.run(
                     arguments,

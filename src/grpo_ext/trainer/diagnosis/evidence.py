@@ -17,6 +17,10 @@ _FEW_CARRY, _OFTEN_CLIPPED = 0.3, 0.1
 """Effective share of completions below which, and clipped share above which, a batch is stale. The first does not show
 it without the second: a low share is frequent in sound runs too."""
 _CUT, _SILENT = "completions/clipped_ratio", "advantages/zero_variance_groups"
+_STILL = 1e-11
+"""Relative change below which no weight has moved; a learning rate of 1e-9 still moves float32 weights by 4e-10."""
+_CERTAIN = 1e-6
+"""Nats per token below which a policy has one completion for each prompt."""
 _FEW = 5
 """Earlier rows that a comparison needs."""
 _MANY = 20
@@ -193,6 +197,59 @@ def no_signal(history: History) -> str:
     return f"{_SILENT} 1 in all {len(values)} logs; {beside_it}"
 
 
+# Runs that learn nothing from the first step on.
+
+
+def all_masked(history: History) -> str:
+    """Find logs without a token to train on."""
+    name = "completions/skipped"
+    values = _known(history.columns.get(name, []))
+    values = values if history.complete and len(values) < TREND else values[-TREND:]
+    if not values or min(values) < 1 or len(values) < (1 if history.complete else TREND):
+        return ""
+    cut = history.recent(_CUT, len(values))
+    return f"{name} 1 in {len(values)} logs{f'; {_CUT} {span(cut)}' if cut else ''}"
+
+
+def no_weight_moves(history: History) -> str:
+    """No weight has moved in the whole log, although each of the last steps had a gradient and no warm-up."""
+    name, rows = "weights/change", 2 if history.complete else ROWS
+    changes, norms = _known(history.columns.get(name, [])), history.last("grad_norm", rows)
+    rates = history.last("learning_rate", rows)
+    if len(changes) < rows or max(changes) > _STILL or not norms or min(norms) == 0:
+        return ""
+    if rates and rates[-1] > rates[0]:
+        return ""
+    return f"{name} {span(changes)} in all {len(changes)} logs, grad_norm {span(norms)}, learning_rate {span(rates)}"
+
+
+def collapsed(history: History) -> str:
+    """Find a policy that has one completion for each prompt, and a worse one than at the start.
+
+    Without a gradient the entropy is not computed; the texts of the groups then show the same in more logs.
+    """
+    rewards = _known(history.columns.get("reward", []))
+    now, entropies = history.last("reward", ROWS), history.columns.get("entropy", [])[-ROWS:]
+    if not now or max(now) >= rewards[0] or any(entropy is not None and entropy > _CERTAIN for entropy in entropies):
+        return ""
+    start = f"reward {span(now)}, {rewards[0]:.3g} in the first log"
+    if known := _known(entropies):
+        return f"entropy {span(known)} in {ROWS} logs; {start}"
+    long, texts, silent = (history.last(name, _MANY) for name in ("reward", "groups/distinct", _SILENT))
+    one = bool(long and texts and silent) and max(texts) == min(texts) <= 0.5 and min(silent) == 1
+    return f"groups/distinct {span(texts)} and {_SILENT} 1 in {_MANY} logs; {start}" if one else ""
+
+
+def agent_fails(history: History) -> str:
+    """Find an agent of which no attempt has ended with status 0, nor any been paid differently from others."""
+    names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/nonzero_exit")]
+    for name in names:
+        values = _known(history.columns[name])
+        if len(values) >= (1 if history.complete else TREND) and min(values) == 1 and no_signal(history):
+            return f"{name} 1 in all {len(values)} logs"
+    return ""
+
+
 # Steps.
 
 
@@ -208,16 +265,19 @@ def few_carry(history: History) -> str:
 
 
 def steps_too_large(history: History) -> str:
-    """Find steps that move the weights far and do harm."""
+    """Find steps that move the weights far and do harm, or less far and do both harms."""
     name = "weights/change"
-    values, before = history.last(name, ROWS), history.before(name, ROWS)
-    beyond = bool(values) and (min(values) > 0.05 or (bool(before) and min(values) > 10 * max(before)))
-    harm = _harm(history) if beyond else ""
-    return f"{seen(history, name, values)}; {harm}" if harm else ""
+    values, before, harms = history.last(name, ROWS), history.before(name, ROWS), _harms(history)
+    if not values or not harms:
+        return ""
+    far = min(values) > 0.05 or (bool(before) and min(values) > 10 * max(before))
+    both = min(values) > 0.01 and len(harms) == 2
+    return f"{seen(history, name, values)}; {', '.join(harms)}" if far or both else ""
 
 
-def _harm(history: History) -> str:
-    """Return what the last steps have done to the reward or the entropy."""
+def _harms(history: History) -> list[str]:
+    """Return what the last steps have done to the reward and to the entropy."""
+    found = []
     for name in ("reward", "entropy"):
         values = history.columns.get(name, [])
         after, earlier = history.last(name, 2), [v for v in values[:-ROWS] or values[:1] if v is not None]
@@ -226,8 +286,8 @@ def _harm(history: History) -> str:
         now, usual = median(after), median(earlier)
         worse = now < min(min(earlier), usual - 0.1 * abs(usual))
         if worse if name == "reward" else not usual / 3 <= now <= usual * 3:
-            return f"{name} {now:.3g}, {usual:.3g} before"
-    return ""
+            found.append(f"{name} {now:.3g}, {usual:.3g} before")
+    return found
 
 
 # Rewards and environments.

@@ -281,7 +281,7 @@ _Place = tuple[Tensor, int]
 _FEW = 0.1
 """Share of moved weights below which the rounding of half precision is warned of."""
 TENSORS, VALUES = 8, 128
-"""Sampled weights: evenly spaced tensors, and values in the middle of each."""
+"""Sampled weights: evenly spaced tensors, the first and the last among them, and values in the middle of each."""
 
 
 class Watching(TrainerCallback):
@@ -349,7 +349,9 @@ class Watching(TrainerCallback):
 def _chosen(model: nn.Module) -> list[_Place]:
     """Return trained parameters with a part on this process, and the place of the sampled values in that part."""
     trained = [p for p in model.parameters() if p.requires_grad and local(p).numel()]
-    return [(p, local(p).numel() // 2) for p in trained[:: -(-len(trained) // TENSORS) or 1]]
+    count = min(TENSORS, len(trained))  # with the first and the last: of adapters both factors, one of which rests
+    places = [round(i * (len(trained) - 1) / max(1, count - 1)) for i in range(count)]
+    return [(trained[place], local(trained[place]).numel() // 2) for place in places]
 
 
 def _values(sampled: list[_Place]) -> Tensor:

@@ -106,6 +106,16 @@ RULES: tuple[Rule, ...] = (
         "`reward_memory_gib`, or play it by hand.",
     ),
     Rule(
+        "agent fails",
+        evidence.agent_fails,
+        ("environments/NAME/nonzero_exit", "advantages/zero_variance_groups"),
+        "`environments/NAME/nonzero_exit` and `advantages/zero_variance_groups` are 1 in every log",
+        "every attempt's program has ended with another status than 0: it crashes, or has never succeeded",
+        "The warning has the first output, `log_completions: true` the end of each (column `output`). If it crashes, "
+        "repair it or its arguments; if it works, prompts are too hard, or `max_completion_length` and `max_turns` "
+        "too low.",
+    ),
+    Rule(
         "skipped steps",
         evidence.stays_above("nonfinite/skipped_steps", 0.0),
         ("nonfinite/skipped_steps",),
@@ -122,6 +132,24 @@ RULES: tuple[Rule, ...] = (
         "first or the last never does",
         "It is made in `_generate_and_score_completions`, by a subclass, or by a `rollout_func`'s ids: one entry of "
         "the mask for each id, the end token's included.",
+    ),
+    Rule(
+        "all masked",
+        evidence.all_masked,
+        ("completions/skipped",),
+        "`completions/skipped` is 1, log after log",
+        "every completion is masked out of the loss, so that nothing is learned",
+        "Raise `max_completion_length` until completions end (`completions/clipped_ratio` below 1), or leave "
+        "`mask_truncated_completions` unset.",
+    ),
+    Rule(
+        "no weight moves",
+        evidence.no_weight_moves,
+        ("weights/change", "grad_norm"),
+        "`weights/change` is 0 in every log, although `grad_norm` is not",
+        "optimizer steps change no weight, so that nothing is learned",
+        "Raise `learning_rate`, or `max_grad_norm` if it is far below `grad_norm`; set `dtype: float32` if weights "
+        "are in bfloat16 or float16, which round small updates away.",
     ),
     Rule(
         "end token lost",
@@ -153,10 +181,18 @@ RULES: tuple[Rule, ...] = (
         "steps too large",
         evidence.steps_too_large,
         ("weights/change", "reward", "entropy"),
-        "`weights/change` leaps, and with it the reward falls or the entropy moves",
+        "`weights/change` leaps and the reward falls or the entropy moves, or it stays above 0.01 and both do",
         "an optimizer step destroys what the model could do",
         "A lower `learning_rate`, a warm-up (`warmup_steps`), a lower `max_grad_norm`; resume from an earlier "
         "checkpoint.",
+    ),
+    Rule(
+        "policy collapsed",
+        evidence.collapsed,
+        ("reward", "groups/distinct"),
+        "`entropy` is 0, or all completions of a prompt are one text, and `reward` is below the first log's",
+        "a step has destroyed the policy, which now writes one completion for each prompt and cannot learn another",
+        "Start again with a lower `learning_rate`, a warm-up (`warmup_steps`) or a lower `max_grad_norm`.",
     ),
     Rule(
         "drift by turn",
