@@ -10,11 +10,12 @@ from PIL import Image
 from tokenizers import AddedToken, processors
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.data.chat_template import prompt_ids, template_opens
+from grpo_ext.data.chat_template import prompt_ids, rendered, template_opens
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.pictures import as_read, with_pictures
 from grpo_ext.data.prepare import prepare
 from grpo_ext.data.prompts import PromptLook, unseen_layout
+from grpo_ext.data.rows import RowError, check_prompt, without_gaps
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
@@ -82,6 +83,84 @@ def test_a_message_call_or_part_that_a_template_leaves_out_is_named():
     glm = chat.tokenizer("glm4moe")
     ((problem,), _) = looked(glm, [{"role": "user", "content": [PICTURED, *TEXT]}])
     assert "leaves out content parts of type 'image'" in problem
+
+
+CALLED: list = [PLAIN, {"role": "assistant", "tool_calls": [{"type": "function", "id": "call00001", "function": {
+    "name": "look", "arguments": chat.AT,
+}}]}, {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "found"}, PLAIN]  # fmt: skip
+
+
+def _in_text(messages, arguments):
+    calls = [{**call, "function": {**call["function"], "arguments": arguments}} for call in messages[1]["tool_calls"]]
+    return [messages[0], {**messages[1], "tool_calls": calls}, *messages[2:]]
+
+
+@pytest.mark.parametrize("name", sorted({*chat.NAMES} - {"deepseekv3"}))  # which can only write the text itself
+def test_arguments_in_json_text_are_rendered_like_the_object(name):
+    made = chat.tokenizer(name)
+    try:
+        expected = made.apply_chat_template(CALLED, tokenize=False, add_generation_prompt=True)
+    except Exception:  # a template without calls, or one that wants the tools
+        pytest.skip("it renders no calls")
+    assert rendered(_in_text(CALLED, json.dumps(chat.AT)), made, {}) == expected
+
+
+@pytest.mark.parametrize(("text", "read"), [("", {}), ('{"a": null}', {"a": None}), ("[1]", None), ("look(", None)])
+def test_arguments_that_are_no_object_are_left_alone_and_refused(text, read):
+    prompt, short = _in_text(CALLED, text), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": text}]}
+    wanted = text if read is None else read
+    assert without_gaps(prompt)[1]["tool_calls"][0]["function"]["arguments"] == wanted
+    assert without_gaps([short])[0]["tool_calls"] == [{"name": "f", "arguments": wanted}]
+    assert as_read(Dataset.from_list([{"prompt": [short]}]))[0]["prompt"][0]["tool_calls"][0]["arguments"] == wanted
+    if read is not None:
+        check_prompt(prompt, "prompt")
+        return
+    with pytest.raises(RowError, match=r"the arguments of a call in message 2 \(assistant\) are no JSON object"):
+        check_prompt(prompt, "prompt")
+
+
+DESCRIBED = [chat.TOOL, {"name": "weigh", "parameters": {}}]
+
+
+@pytest.mark.parametrize("tools", [DESCRIBED, json.dumps(DESCRIBED)])
+def test_tools_of_rows_that_the_prompt_does_not_name_are_refused(tools):
+    made = chat.tokenizer("qwen3")
+    for prompt in ([PLAIN], "Go.", [{"role": "system", "content": "You can look."}, PLAIN]):
+        ((problem,), _) = looked(made, prompt, tools=[tools])
+        assert "its column 'tools' has " in problem
+        assert "'weigh', which the prompt does not name. Only prompt reaches the model" in problem
+    named = [{"role": "system", "content": "You can look and weigh."}, PLAIN]
+    assert looked(made, named, tools=[tools]) == [[], []]
+    assert looked(made, [PLAIN], tools=[tools], played=True) == [[], []]
+    for other in (None, [], "a hammer", ["hammer"], 3):
+        assert looked(made, [PLAIN], tools=[other]) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "shown"),
+    [
+        ("llama3_1", "<|im_start|>user\nhi<|im_end|>", "'<|im_start|>', '<|im_end|>'"),
+        ("qwen3", "<start_of_turn>user\nhi<end_of_turn>", "'<start_of_turn>', '<end_of_turn>'"),
+        ("gemma3", "[INST] hi [/INST]", "'[INST]', '[/INST]'"),
+        ("qwen3", "<|start_header_id|>user", "'<|start_header_id|>'"),
+    ],
+)
+def test_control_tokens_of_another_template_are_a_warning(name, text, shown):
+    made = chat.tokenizer(name)
+    problems, (note,) = looked(made, [{"role": "user", "content": text}], [PLAIN])
+    assert not problems
+    assert f"holds {shown}: control tokens of another model's chat template. Give messages with roles" in note
+    assert looked(made, text, "hi")[1]
+    for sound in ("<|x|> and <start_of_day> and <|endoftext", "a || b <| c |> d"):
+        assert looked(made, [{"role": "user", "content": sound}]) == [[], []]
+
+
+@pytest.mark.parametrize("name", chat.NAMES)
+def test_a_prompt_that_was_rendered_for_this_model_is_no_foreign_one(name):
+    made = chat.tokenizer(name)
+    content = TEXT if name in chat.PARTS_ONLY else PLAIN["content"]
+    text = made.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+    assert not any("another model's" in note for note in looked(made, text)[1])
 
 
 def test_the_first_prompt_that_fails_is_named_by_its_row_with_the_options_of_the_recipe():

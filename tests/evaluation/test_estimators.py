@@ -70,6 +70,10 @@ def test_hand_values():
     assert (found.mean, found.prompts) == (0.5, 4)
     assert found.low == pytest.approx(0.5 - 3.182446305284263 / (2 * (6 + 3.182446305284263**2) ** 0.5))
     assert found.high == pytest.approx(1 - found.low)
+    whole = mean_of_shares([1.0, 1.0, 0.0])  # v = 1/3 is above m (1 - m): N = 3, not 3 * (2/9) * 3 = 2; t = 4.30265
+    assert whole.high - whole.low == pytest.approx(
+        2 * 4.302652729749464 * (2 / 27 + 4.302652729749464**2 / 36) ** 0.5 / (1 + 4.302652729749464**2 / 3), abs=1e-9
+    )
     assert mean_of([1.0, 3.0]).high == pytest.approx(2 + 12.706204736432095)
     assert (mean_of_shares([1.0]).low, mean_of_shares([1.0]).high) == (0, 1)
     assert mean_of_shares([1.0] * 20).low == pytest.approx(20 / (20 + 2.093024054408263**2))

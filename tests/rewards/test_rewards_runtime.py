@@ -12,8 +12,10 @@ import pytest
 
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.composition import RewardSpec, parse_rewards
+from grpo_ext.rewards.outcomes import ScoredCall, merged, read_value
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.schedule import schedule_problems, weight_at
+from grpo_ext.rewards.workers.pool import Outcome, Status
 from support import faulty
 from support.processes import PATIENCE
 
@@ -130,6 +132,14 @@ def test_components_of_every_kind_together(runtime):
     assert values["here"] == [float(os.getpid())] * 4
     assert metrics["rewards/numbers/clipped_frac"] == 0.5
     assert {f"rewards/tags/{m}" for m in ("none_frac", "errors", "timeouts", "seconds")} <= set(metrics)
+
+
+def test_rewards_of_turns_are_scaled_each_and_one_that_is_none_counts_as_0():
+    given = [[0.5, 1.0], [0.5, None], [None, None], 2.0, [1.0]]
+    scores = merged(spec("x", scale=3.0), [2] * 5, [ScoredCall([*range(5)], Outcome(Status.SCORED, given))])
+    assert scores.values == [4.5, 1.5, None, 6.0, None]
+    assert scores.turns == [[1.5, 3.0], [1.5, 0.0], None, None, None]
+    assert scores.failed == [(4, read_value([1.0], 2)[2])]
 
 
 def test_when_leaves_rows_out_unscored(runtime):

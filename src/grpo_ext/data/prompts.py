@@ -2,13 +2,17 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import trl
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response
 from trl.rewards import think_format_reward
 
+from grpo_ext.bounded import parse_json
 from grpo_ext.data.chat_template import prompt_ids, rendered, splits_reasoning, template_opens
 from grpo_ext.data.pictures import image_columns, with_images
 from grpo_ext.data.rows import Row
@@ -24,7 +28,9 @@ _COPIED, _TAIL = 24, 6
 _MARKS = re.compile(r"mark\d+q7c1f")
 """Stand in for texts: a template may trim or escape a text, but not a mark."""
 _PRINTED = re.compile(r"""['"]type['"]: ['"]text['"]""")
-_READ = ("prompt", "solution", "image", "images")
+_READ = ("prompt", "solution", "image", "images", "tools")
+_CONTROL = re.compile(r"<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|\[/?INST\]|<(?:start|end)_of_\w+>")
+"""How chat templates write control tokens."""
 _NEVER = 2.0
 
 
@@ -75,6 +81,8 @@ class PromptLook(NamedTuple):
             yield _Fault(error.problems[0].reason, error.problems[0].cure)
             return
         if isinstance(prompt, str):
+            yield from self._unseen_tools(row, prompt)
+            yield from self._foreign([prompt], "")
             yield from self._around(prompt_ids(prompt, self.tokenizer, self.options), [prompt], row)
         elif self.tokenizer.chat_template is not None:  # else a processor may have one
             yield from self._of_messages(prompt, row)
@@ -95,7 +103,9 @@ class PromptLook(NamedTuple):
             cure = "Write it as text, or name a model whose template has it; images: the type 'image'."
             yield _Fault(f"the chat template {wrong}", cure)
             return
+        yield from self._unseen_tools(row, " ".join([skeleton, *texts]))
         yield from self._rendered_before(skeleton, texts)
+        yield from self._foreign(texts, skeleton)
         yield from self._around(self.tokenizer(skeleton, add_special_tokens=False)["input_ids"], texts, row)
 
     def _around(self, ids: list[int], texts: list[str], row: Row) -> Iterator[_Fault]:
@@ -107,6 +117,26 @@ class PromptLook(NamedTuple):
         if isinstance(answer, str) and len(answer) >= _COPIED and any(answer in text for text in texts):
             cure = "Remove it there, unless it is one of several choices."
             yield _Fault(f"its solution ({answer!r:.60}) occurs in the prompt", cure, _NEVER, 0.5)
+
+    def _unseen_tools(self, row: Row, prompt: str) -> Iterator[_Fault]:
+        """Yield tools of the row that the model would not read of; environments bring their own."""
+        unseen = [name for name in _names_of_tools(row.get("tools")) if name not in prompt]
+        if unseen and not self.played:
+            reason = f"its column 'tools' has {', '.join(map(repr, unseen[:3]))}, which the prompt does not name"
+            cure = "Only prompt reaches the model: write the tools into it, or rename the column, as in 'row_tools'."
+            yield _Fault(reason, cure)
+
+    def _foreign(self, texts: list[str], skeleton: str) -> Iterator[_Fault]:
+        """Yield a text with control tokens of another model's chat template."""
+        own = {*self.tokenizer.get_vocab(), *self.tokenizer.all_special_tokens} if not skeleton else ()
+        for text in texts:
+            found = dict.fromkeys(_CONTROL.findall(text))
+            if foreign := [t for t in found if t in _template_tokens() and t not in skeleton and t not in own]:
+                shown = ", ".join(map(repr, foreign[:3]))
+                reason = f"a text ({text!r:.60}) holds {shown}: control tokens of another model's chat template"
+                cure = "Give messages with roles and plain texts, to which the model's template adds its own tokens."
+                yield _Fault(reason, cure, _NEVER)
+                return
 
     def _skeleton(self, messages: list[Row]) -> tuple[str, list[str], str]:
         """Return what a template writes around the texts, the texts, and what it does wrong.
@@ -158,6 +188,26 @@ class PromptLook(NamedTuple):
                     reason = f"a text ({text!r:.60}) holds {part!r}, which the chat template writes itself"
                     yield _Fault(reason, "Give the text as it is before a template; images have a column.", 1.0)
                     return
+
+
+@cache
+def _template_tokens() -> frozenset[str]:
+    """Return the control tokens of all chat templates that TRL has."""
+    files = (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
+    texts = (file.read_text(encoding="utf-8") for file in files)
+    return frozenset(token for text in texts for token in _CONTROL.findall(text))
+
+
+def _names_of_tools(tools: Any) -> list[str]:
+    """Return the names of functions that a value describes, as objects or as JSON text."""
+    if isinstance(tools, str):
+        try:
+            tools = parse_json(tools)
+        except ValueError:
+            return []
+    listed = tools if isinstance(tools, list) else []
+    described = [tool.get("function") or tool for tool in listed if isinstance(tool, dict)]
+    return [one["name"] for one in described if isinstance(one, dict) and isinstance(one.get("name"), str)]
 
 
 def _marked(messages: list[Row], in_parts: bool) -> tuple[list[Row], list[str]]:

@@ -17,6 +17,7 @@ from trl import ModelConfig, get_peft_config
 from grpo_ext.config.adapters import base_of, is_adapter, peft_problems
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.models import model_problems
 from grpo_ext.config.precision import head_problems
 from grpo_ext.config.rules import as_far_as_sound
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
@@ -76,6 +77,8 @@ def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[Inspect
             problems += as_far_as_sound(_context_problems(policy.context, training))
             problems += as_far_as_sound(_model_problems(policy.empty, model, training))
             problems += _tokenizer_problems(policy, model)
+            if policy.tokenizer is not None:
+                problems += as_far_as_sound(model_problems(training, policy.empty, policy.tokenizer))
             problems += as_far_as_sound(_adapter_problems(policy, policy.empty, model, training))
     return policy, problems
 

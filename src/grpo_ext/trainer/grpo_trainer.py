@@ -18,6 +18,7 @@ from grpo_ext.config.adapters import make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.loss import idle_clip
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.models import model_problems
 from grpo_ext.config.precision import precision
 from grpo_ext.config.truncation import adapter_problems, scores_kept_sets
 from grpo_ext.data.chat_template import template_opens
@@ -169,6 +170,7 @@ class GRPOExtTrainer(Lifecycle):
             )
         # the model may be known by its name only
         found = *quantized_problems(args, self.model, None), *adapter_problems(args, adds_tokens(self.model))
+        found += tuple(model_problems(args, cast(Any, self.model), self._tokenizer))
         if found:
             raise ConfigError(found)
         check_reward_names(self.reward_func_names)
