@@ -1,8 +1,6 @@
 """grpo-ext: every GRPO-style objective as the papers have it, on top of TRL's GRPOTrainer."""
 
 import importlib
-import logging
-import warnings
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +17,6 @@ if TYPE_CHECKING:
     from grpo_ext.objective.trajectory import Turn as Turn
     from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer as GRPOExtTrainer
 
-
-def _hide(notice: str, logger: str) -> None:
-    logging.getLogger(logger).addFilter(lambda record: not str(record.msg).startswith(notice))
-
-
-_hide("Failed to load CPU gemm_4bit_forward", "bitsandbytes.backends.cpu.ops")  # these ask nothing of the user
-_hide("The tokenizer has new PAD/BOS/EOS tokens", "transformers.trainer_utils")
-warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)  # TRL and PEFT call it
 
 __version__ = "0.1.0"
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import logging
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from grpo_ext.config import machine
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.evaluation.results import figures
 from grpo_ext.trainer import callbacks
+from grpo_ext.trainer.notices import without_notices
 from grpo_ext.trainer.signals import Signals, signals
 from support.commands import command
 from support.trainers import build
@@ -101,7 +103,10 @@ def test_check_names_the_kl_of_the_paper(beta, expected, capsys):
 @pytest.mark.parametrize(
     ("module", "name", "notice"),
     [
-        ("bitsandbytes", "bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"),
+        pytest.param(
+            *("bitsandbytes", "bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"),
+            marks=pytest.mark.extra("qlora"),
+        ),
         ("transformers", "transformers.trainer_utils", "The tokenizer has new PAD/BOS/EOS tokens"),
     ],
 )
@@ -110,8 +115,25 @@ def test_notices_that_ask_nothing_of_the_user_are_not_shown(module, name, notice
     assert notice in package.joinpath(*name.split(".")[1:]).with_suffix(".py").read_text()  # it still begins like this
     logger = logging.getLogger(name)
     record = {text: logger.makeRecord(name, logging.WARNING, "", 0, text, (), None) for text in (notice, "Another")}
-    assert not logger.filter(record[notice])
-    assert logger.filter(record["Another"])
+    with without_notices():
+        assert not logger.filter(record[notice])
+        assert logger.filter(record["Another"])
+    assert logger.filter(record[notice])
+
+
+def test_notices_of_what_others_call_are_hidden_while_they_run():
+    def warn(name: str) -> None:
+        warnings.warn(f"`{name}` is deprecated and will be removed in v6.", FutureWarning, stacklevel=2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with without_notices():
+            warn("gradient_checkpointing_enable")
+            warn("is_gradient_checkpointing")
+            with pytest.raises(FutureWarning, match="something"):
+                warn("something")
+        with pytest.raises(FutureWarning, match="gradient_checkpointing"):
+            warn("gradient_checkpointing_enable")
 
 
 def test_the_first_step_and_slow_rollouts_are_printed(model_path, tmp_path, capsys, monkeypatch):
@@ -127,6 +149,9 @@ def test_the_first_step_and_slow_rollouts_are_printed(model_path, tmp_path, caps
     lines = capsys.readouterr().out.splitlines()
     assert lines.count("completions sampled in 0:00; now the update") == 2
     assert not [line for line in lines if "follows" in line]  # each step has its line
+    build(model_path, tmp_path / "c", max_steps=1, logging_steps=3).train()
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 1/1   done")]
+    assert "follows" not in line
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import os
 import random
 import re
 import threading
@@ -7,9 +8,12 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
+from grpo_ext.caches import use_writable_caches
 from grpo_ext.commands import demo
+from grpo_ext.errors import ConfigError
 from grpo_ext.quickstart import model as quickstart_model
 from grpo_ext.quickstart import task
+from grpo_ext.quickstart.cache import building, cached
 from grpo_ext.quickstart.model import ANSWER_TAGS, build_model, build_tokenizer, ensure_model
 from support.commands import command
 
@@ -140,6 +144,45 @@ def test_two_processes_at_once_share_one_folder(tmp_path, monkeypatch):
     assert len(found) == 2
     assert found[0] == found[1]
     assert list(tmp_path.iterdir()) == [found[0]]
+
+
+def test_without_a_home_folder_models_are_kept_in_one_of_the_user_for_temporary_files(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "environ", {**os.environ, "HF_HUB_CACHE": "named"})
+    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("GRPO_EXT_CACHE", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cached("m") == tmp_path / "xdg" / "grpo_ext" / "m"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    own = tmp_path / f"grpo_ext-{os.getuid()}"
+    assert cached("m") == own / "m"
+    use_writable_caches()
+    assert os.environ["HF_DATASETS_CACHE"] == str(own / "datasets")
+    assert os.environ["HF_HUB_CACHE"] == "named"
+    own.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"GRPO_EXT_CACHE: .*that only this user can write"):
+        cached("m")
+    own.rename(tmp_path / "elsewhere").chmod(0o700)
+    own.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="GRPO_EXT_CACHE"):
+        cached("m")
+    monkeypatch.setenv("GRPO_EXT_CACHE", str(tmp_path / "file" / "x"))
+    with pytest.raises(ConfigError, match=r"GRPO_EXT_CACHE='.*/file/x': it cannot be written"):
+        cached("m")
+    monkeypatch.setenv("GRPO_EXT_CACHE", str(tmp_path))
+    monkeypatch.setattr("grpo_ext.quickstart.cache.writable", lambda *_: False)
+    assert cached("elsewhere") == tmp_path / "elsewhere"  # it is there: nothing has to be written
+
+
+def test_what_a_killed_warm_up_left_is_removed_and_what_a_running_one_builds_is_not(tmp_path):
+    (tmp_path / ".building-killed").mkdir()
+    (tmp_path / ".building-killed" / "model").touch()
+    with building(tmp_path) as first, building(tmp_path) as second:
+        assert {*tmp_path.iterdir()} == {first, second}
+    assert [*tmp_path.iterdir()] == []
 
 
 # The demo.

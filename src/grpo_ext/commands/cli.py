@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from grpo_ext import __version__
+from grpo_ext.caches import use_writable_caches
 from grpo_ext.commands.arguments import COMMANDS, overview, parse_command_line
 from grpo_ext.errors import (
     NOT_FINISHED,
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
     if argv is None and not sys.stderr.isatty():
         os.environ.update({name: os.environ.get(name, "1") for name in NO_BARS})
+    use_writable_caches()
     try:
         code = run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_ext.quickstart import colours, game, task
+from grpo_ext.quickstart.cache import building, cached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -66,11 +66,6 @@ LESSONS = {
 """By name of the model."""
 
 
-def cache_directory() -> Path:
-    """Return the folder of warm models: $GRPO_EXT_CACHE, else ~/.cache/grpo_ext."""
-    return Path(os.environ.get("GRPO_EXT_CACHE") or "~/.cache/grpo_ext").expanduser()
-
-
 def ensure_model(
     seed: int = 0,
     directory: str | os.PathLike[str] | None = None,
@@ -78,20 +73,22 @@ def ensure_model(
     steps: int | None = None,
     lesson: Lesson = LESSONS[ADDITION_MODEL],
 ) -> Path:
-    """Return the folder of the warm model of a lesson and seed, trained on first use and kept in `directory`.
+    """Return the folder of the warm model of a lesson and seed, trained on first use.
+
+    It is kept in `directory`, or in a cache.
 
     The folder's name is a hash of everything that the weights depend on: code, settings and library versions. Two
     processes at once train in separate folders, and the first to finish renames its folder.
     """
-    root = Path(directory) if directory is not None else cache_directory()
-    target = root / f"{lesson.task}-{_fingerprint(seed, steps or lesson.steps)}"
+    name = f"{lesson.task}-{_fingerprint(seed, steps or lesson.steps)}"
+    target = Path(directory, name) if directory is not None else cached(name)
     if target.is_dir():
         return target
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".building-") as building:
-        warm_up(Path(building) / "model", seed, steps=steps, lesson=lesson)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with building(target.parent) as folder:
+        warm_up(folder / "model", seed, steps=steps, lesson=lesson)
         try:
-            os.rename(Path(building) / "model", target)
+            os.rename(folder / "model", target)
         except OSError:
             if not target.is_dir():  # another process did not win: a real failure
                 raise

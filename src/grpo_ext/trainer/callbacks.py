@@ -49,7 +49,8 @@ class Progress(TrainerCallback):
         """Print how long the first step took, unless it is logged anyway."""
         super().on_step_end(args, state, control, **kwargs)
         if state.is_world_process_zero and state.global_step == self._began[1] + 1 and not control.should_log:
-            more = f"; the next line follows at step {_next_log(state)}" if args.logging_strategy == "steps" else ""
+            more = f"; the next line follows at step {_next_log(state)}"
+            more = more if args.logging_strategy == "steps" and state.global_step < state.max_steps else ""
             after = clock(time.monotonic() - self._began[0])
             self.write(f"step {state.global_step}/{state.max_steps}   done after {after}{more}")
 

@@ -50,6 +50,7 @@ from grpo_ext.trainer.diagnosis.recording import DRAWN, Watching, log_rows
 from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.loss import micro_batch_loss
 from grpo_ext.trainer.loss_terms import Figures
+from grpo_ext.trainer.notices import without_notices
 from grpo_ext.trainer.piecewise import SHARDED, check_pieces
 from grpo_ext.trainer.reference import InitialWeights, compare, made_up, moved, scored
 from grpo_ext.trainer.replaced import replacement_problems
@@ -148,7 +149,7 @@ class GRPOExtTrainer(Lifecycle):
         self.objective, self.acting = args.objective, None
         accept_numbered_cpu()
         reference = reference_from(model, args, peft_config)
-        with reference, with_our_generation(args):
+        with reference, with_our_generation(args), without_notices():
             super().__init__(
                 model,
                 ready.reward_funcs,

@@ -38,6 +38,7 @@ from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.evaluating import EvalRows, Evaluated, SameOrderSampler
 from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
+from grpo_ext.trainer.notices import without_notices
 from grpo_ext.trainer.reference import InitialWeights
 from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.signals import interrupted, naming_checkpoint, naming_lost_ranks, signals
@@ -123,7 +124,8 @@ class Lifecycle(GRPOTrainer):
                 model = self.accelerator.unwrap_model(self.model)
                 check_saving(model, self._tokenizer, self.processing_class, self.args)
             self._guard.start()
-            with signals.training(), naming_lost_ranks(self.args.world_size, self.args.ddp_timeout):
+            named = naming_lost_ranks(self.args.world_size, self.args.ddp_timeout)
+            with signals.training(), named, without_notices():
                 output = super().train(checkpoint, *args, **kwargs)
         except (SamplerLost, ServerLost, RolloutDrift) as error:
             saving.save_and_explain(self, error)
