@@ -25,7 +25,7 @@ QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 # In the order of tests/conftest.py: the long files first.
 run_tests = $(QUIET_ENV) $(1)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 RUN_TESTS := $(call run_tests,$(BIN))
-WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED="$(abspath $(VENV))/deepspeed"
+WITH_DEEPSPEED := GRPO_EXT_DEEPSPEED="$$(cd "$(VENV)" && pwd)/deepspeed"
 QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help

@@ -40,7 +40,8 @@ def pip_arguments(stage, options):
     """Return the arguments of each call of `pip install` that a stage consists of."""
     pins = ["--constraint", options.constraint] if options.constraint else []
     calls = {
-        "demo": [[*shlex.split(options.torch), *pins], ["--editable", ".[plot]", *pins]],
+        # torch by itself: what depends on it takes the build that was chosen, whose index may lack our other pins
+        "demo": [shlex.split(options.torch), ["--editable", ".[plot]", *pins]],
         # by its name: the package itself, which may be running, is not installed again
         "test": [["grpo-ext[test]", *pins]],
         "dev": [["grpo-ext[dev]", *pins]],
