@@ -6,12 +6,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from grpo_ext.errors import UnknownNameError
+from grpo_ext.waiting import named
 
 T = TypeVar("T")
 MANY = 100
@@ -94,7 +96,7 @@ def import_path(path: str) -> Any:
         cure = hint if hint.startswith("Did") else "A path counts from the recipe's folder, else from where you start."
         raise UnknownNameError(f"no such file: {file}", cure)
     try:
-        module = importlib.import_module(module_name) if file is None else _of_file(file)
+        module = _named_module(module_name) if file is None else _of_file(file)
         imported.append(str(file or module_name))
     except (Exception, SystemExit) as error:  # a user's module may raise anything, or parse its own command line
         raise UnknownNameError(f"cannot import {module_name!r} for {path!r}: {error!r}", "Correct it.") from error
@@ -110,6 +112,15 @@ def _split(path: str) -> tuple[str, str, str]:
     return path.rpartition(":") if ":" in path else path.rpartition(".")
 
 
+_WHILE_IMPORTED = "Ctrl-C ends it. Let the module wait, download and compute in the functions that need it."
+
+
+def _named_module(name: str) -> ModuleType:
+    """Return a module of that name."""
+    with nullcontext() if name in sys.modules else named(f"Import of {name}", _WHILE_IMPORTED):
+        return importlib.import_module(name)
+
+
 def _of_file(file: Path) -> ModuleType:
     """Return the module in a file, under a unique name; it can import its neighbours."""
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
@@ -121,7 +132,8 @@ def _of_file(file: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent))  # as Python does for a script
     try:
-        spec.loader.exec_module(module)
+        with named(f"Import of {file}", _WHILE_IMPORTED):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

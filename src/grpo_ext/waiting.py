@@ -4,10 +4,49 @@ import logging
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
+
+
+class _Other:
+    """What is known of something that a run waits for, by all the waits of its threads.
+
+    Attributes:
+        longest: seconds of the longest silence that a line has told of.
+    """
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._heard, self._silent_since = -math.inf, math.inf
+        self._lock = threading.Lock()
+
+    @property
+    def patience(self) -> float:
+        """Seconds of silence after which a line tells of it: the longest one before, from 8 to 30."""
+        return min(max(SILENT_SECONDS, self.longest), max(SILENT_SECONDS, MOST_SILENT_SECONDS))
+
+    def hear(self) -> bool:
+        """Note a sign of life. Return whether a line has told of the silence before it."""
+        with self._lock:
+            self._heard, since = time.monotonic(), self._silent_since
+            self._silent_since = math.inf
+            if since == math.inf:
+                return False
+            self.longest = max(self.longest, self._heard - since)
+            return True
+
+    def silence(self, since: float, patience: float) -> float | None:
+        """Return seconds of silence for a wait that began at `since`, if a line is to tell of it; one of all waits."""
+        with self._lock:
+            since = max(since, self._heard)
+            seconds = time.monotonic() - since
+            if seconds < patience or self._silent_since != math.inf:
+                return None
+            self._silent_since = since
+            return seconds
 
 
 class Shutdown(threading.Event):
@@ -15,9 +54,14 @@ class Shutdown(threading.Event):
 
     Attributes:
         since: time at which it was set, by `time.monotonic`; infinity while it is not set.
+        others: what the run has waited for, by name.
     """
 
     since = math.inf
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: defaultdict[str, _Other] = defaultdict(_Other)
 
     def set(self) -> None:
         """Set it."""
@@ -46,13 +90,10 @@ def ended_by(event: Shutdown) -> Iterator[None]:
 
 SIGNALLED = "not waited for, since a signal ends the run"
 POLL_SECONDS = 0.5
-SILENT_SECONDS = 8.0
+SILENT_SECONDS, MOST_SILENT_SECONDS = 8.0, 30.0
+"""After which a line says what is waited for: the first time, and at most."""
 GRACE_SECONDS = 5.0
 """For which a run that a signal ends still waits for rewards and environments: what was sampled would be lost."""
-
-
-_told_of: dict[str, float] = {}
-"""Seconds of the longest wait that a line has told of, by what was waited for."""
 
 
 class WaitedInVain(RuntimeError):
@@ -73,28 +114,26 @@ class Wait:
     A run that ends by a signal saves its last whole step; what it waited for is made again when it resumes.
 
     Args:
-        what: is waited for; the subject of a message.
+        what: is waited for; the subject of a message. Waits for the same, also of other threads, share one line.
         limit: seconds without progress.
         setting: that sets the limit.
         grace: seconds for which it goes on after a signal.
 
     Attributes:
-        silent: seconds without progress after which a line says what is waited for: 8, and twice the longest of which
-            a line has told.
+        silent: seconds without progress after which a line says what is waited for.
         since: time of the last progress, by `time.monotonic`.
     """
 
     def __init__(self, what: str, limit: float, setting: str, grace: float = 0.0) -> None:
         self.what, self.limit, self.setting, self.grace = what, limit, setting, grace
-        self.silent, self._told = max(SILENT_SECONDS, 2 * _told_of.get(what, 0.0)), False
-        self.since = time.monotonic()
+        self._other = shutdown().others[what]
+        self.silent, self.since = self._other.patience, time.monotonic()
 
     def progressed(self) -> None:
-        """Note a sign of life."""
-        if self._told:
-            _told_of[self.what] = max(_told_of.get(self.what, 0.0), time.monotonic() - self.since)
+        """Note a sign of life, or the end of the wait."""
+        self.since = time.monotonic()
+        if self._other.hear():
             logger.warning(f"{self.what}: it answers again.")
-        self.since, self._told = time.monotonic(), False
 
     @property
     def left(self) -> float:
@@ -118,13 +157,35 @@ class Wait:
         Raises:
             WaitedInVain: a signal ends the run.
         """
-        now = time.monotonic()
-        silent = now - self.since
-        if now - shutdown().since >= self.grace:
+        if time.monotonic() - shutdown().since >= self.grace:
             raise WaitedInVain(SIGNALLED, self.since)
-        if silent >= self.silent and not self._told:
-            self._told = True
-            until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.limit - silent))
+        if (silent := self._other.silence(self.since, self.silent)) is not None:
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.left))
             line = f"no sign of life for {silent:.0f} s. Waiting until {until} ({self.setting}={self.limit:g} s)."
             logger.warning(f"{self.what}: {line}")
         return POLL_SECONDS
+
+
+@contextmanager
+def named(what: str, cure: str) -> Iterator[None]:
+    """Write a line if a `with` block, which runs others' code in this process without a limit, takes long.
+
+    Args:
+        what: runs; the subject of the line.
+        cure: ends the line.
+    """
+    other, began = shutdown().others[what], time.monotonic()
+
+    def tell() -> None:
+        if (silent := other.silence(began, 0.0)) is not None:
+            logger.warning(f"{what}: it has not returned for {silent:.0f} s, and nothing limits it. {cure}")
+
+    timer = threading.Timer(other.patience, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if other.hear():
+            logger.warning(f"{what}: it has returned.")

@@ -1,12 +1,15 @@
 """`grpo-ext eval`: what it is asked, what it writes, and that the number of processes changes nothing."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import yaml
 
 from grpo_ext.commands import eval as evaluating
+from grpo_ext.errors import NOT_FINISHED
 from support import tiny
 from support.commands import command
 from support.processes import CONFIG, on_cpu, run_forked
@@ -42,6 +45,26 @@ def test_one_model_is_evaluated_here(recipe, tmp_path, capsys):
     chunks = [json.loads(line)["samples"] for line in samples.read_text().splitlines()[1:]]
     assert [len(chunk) for chunk in chunks] == [8, 8, 8, 4]  # per_device_eval_batch_size
     assert "held: 7 prompts x 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_a_line_and_the_same_command_continues(number, recipe, tmp_path, capsys, monkeypatch):
+    kept = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    stock, calls = tiny.length, []
+
+    def length(completions, **columns):
+        calls.append(len(completions))
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return stock(completions, **columns)
+
+    monkeypatch.setattr(tiny, "length", length)
+    assert command("eval", "--config", recipe) == NOT_FINISHED
+    assert "Run the same command to continue it" in capsys.readouterr().err
+    assert command("eval", "--config", recipe) == 0
+    assert calls == [8, 8, 8, 8, 4]  # the third chunk twice
+    assert len(figures(tmp_path / "out" / "evaluation")["right"]) == 7
+    assert signal.signal(signal.SIGTERM, kept) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

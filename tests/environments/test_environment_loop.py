@@ -1,6 +1,7 @@
 """The loop with real environments in real processes and a scripted policy."""
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -16,13 +17,16 @@ from tokenizers import decoders
 
 from grpo_ext import waiting
 from grpo_ext.child_processes import FOLDER_PREFIX, LOADING_SECONDS
+from grpo_ext.environments import fork_server
 from grpo_ext.environments.attempt import AttemptLimits, Task
 from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.loop import Attempts
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.session import EnvironmentFailed
+from grpo_ext.errors import SamplerLost
 from grpo_ext.objective.trajectory import Sample
+from grpo_ext.rollout.turn_engines import _going_on
 from support import tiny, worlds
 from support.processes import PATIENCE
 
@@ -167,6 +171,43 @@ def test_the_state_of_a_turn_is_the_observation_though_a_template_rewrites_the_h
     assert one == other
     assert len(set(one)) == 2  # the prompt, then what the environment answers each time
     assert repr("on") in one[1]
+
+
+class Leaving(Scripted):
+    """It is asked whether to go on as an engine of a trainer is."""
+
+    def anyone(self, here, leaves):
+        return _going_on([(here, leaves)])
+
+
+@pytest.mark.slow
+def test_an_import_that_hangs_is_named_and_left_on_a_signal(hosts, monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(fork_server, "GRACE_SECONDS", 0.2)
+    shutdown = waiting.Shutdown()
+    timer = threading.Timer(2.0, shutdown.set)
+    timer.start()
+    with waiting.ended_by(shutdown), pytest.raises(SamplerLost, match="a signal ends the run"):
+        run(hosts, tasks(spec("NeverLoaded"), [{}] * 3), Leaving())
+    timer.join()
+    assert time.monotonic() - shutdown.since < PATIENCE / 4
+    assert "environment NeverLoaded, its import and preload: no sign of life for" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_hangs_fails_the_attempts_of_one_generation(hosts, monkeypatch):
+    todo = tasks(spec("Slow"), [{"seconds": [0.0]}] * 40)
+    sound, _ = run(hosts, todo)
+    [server] = hosts._servers.values()
+    server._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # fewer messages than attempts
+    os.kill(server._child.process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(fork_server, "LOADING_SECONDS", 1.0)
+    lost, _ = run(hosts, tasks(spec("Slow", turn_timeout=2.0), [{"seconds": [0.0]}] * 40))
+    failures = [t.failure for t in lost]
+    assert failures.count("died: its fork server hung for 1 s") > 1
+    assert all(failures)
+    monkeypatch.undo()
+    assert run(hosts, todo)[0] == sound
 
 
 def test_on_error_may_name_a_reward(hosts):

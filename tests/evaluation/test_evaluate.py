@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.data.eval_sets import EvalSet, parse_eval_sets
-from grpo_ext.errors import ConfigError, RewardError
+from grpo_ext.errors import ConfigError, RewardError, RunInterrupted
 from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.evaluation.evaluate import evaluate, prompts_at_a_time
 from grpo_ext.evaluation.results import Result, difference, logged_figures, per_prompt, result
@@ -19,7 +20,8 @@ from grpo_ext.evaluation.sampling import evaluating
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rewards.composition import RewardSpec
-from support import tiny, trainers
+from grpo_ext.trainer.signals import signals
+from support import interrupted, tiny, trainers
 
 VOWELS = RewardSpec("vowels", "support.trainers:unit_interval")
 ROWS = [{"prompt": f"{'abcdefgh'[i % 8]}{i}:", "solution": str(i), "data_source": "ab"[i % 2]} for i in range(5)]
@@ -207,6 +209,40 @@ def test_weights_are_those_of_a_run_without_it(trainer):
     logged = [log["step"] for log in one.state.log_history if "eval_held_out/avg@4" in log]
     assert logged == [0, 1, 2, 3]
     assert [log["step"] for log in one.state.log_history if "eval_other/avg@1" in log] == [0, 3]
+
+
+SIGNALLED_AT = {"before the first step": 0, "in the middle": 2, "after the last step": 3}
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("place", SIGNALLED_AT)
+def test_a_signal_leaves_it_between_chunks_and_the_resumed_run_completes_it(place, trainer, tmp_path, monkeypatch):
+    step, sets = SIGNALLED_AT[place], [(replace(SET, every=1), ROWS), (replace(SET, name="other", every=2), ROWS)]
+    path, chunks = tiny.save(tmp_path / "model"), []
+
+    def run(name, stops=False, **resumed):
+        one = trainers.build(path, tmp_path / name, max_steps=3, learning_rate=0.01)
+
+        def sampled(*args, stock=one._generate):
+            if not one.model.training:
+                chunks.append(one.state.global_step)
+                if stops and chunks.count(step) == 1:
+                    signals.arrived(signal.SIGTERM)
+            return stock(*args)
+
+        monkeypatch.setattr(one, "_generate", sampled)
+        one.add_callback(DuringTraining(one, sets, workers=0))
+        one.train(**resumed)
+        return one
+
+    with pytest.raises(RunInterrupted, match=f"saved checkpoint-{step} of 3" if step else "no step had been made"):
+        run("out", stops=True)
+    assert chunks.count(step) == 1
+    again = run("out", **{"resume_from_checkpoint": str(tmp_path / "out" / f"checkpoint-{step}")} if step else {})
+    assert chunks.count(step) == 6  # of two sets with three each
+    whole = run("whole")
+    assert torch.equal(trainers.weights(again.model), trainers.weights(whole.model))
+    assert sorted(interrupted.logged(again)) == sorted(interrupted.logged(whole))
 
 
 # Figures.

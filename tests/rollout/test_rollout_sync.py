@@ -17,11 +17,21 @@ from grpo_ext import GRPOExtConfig
 from grpo_ext.commands import serve
 from grpo_ext.errors import RolloutDrift
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.rollout.vllm import generation, plugin
+from grpo_ext.rollout.vllm import generation, gloo, plugin
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.drift import Drift, DriftCheck
 from grpo_ext.rollout.vllm.generation import Generation
-from grpo_ext.rollout.vllm.gloo import TensorSpec, open_group, open_store, receive, send, specs_of
+from grpo_ext.rollout.vllm.gloo import (
+    TensorSpec,
+    join,
+    mark,
+    open_group,
+    open_store,
+    receive,
+    send,
+    specs_of,
+    trains,
+)
 from grpo_ext.rollout.vllm.server import (
     PROBE,
     ServerFacts,
@@ -78,6 +88,48 @@ def test_weights_arrive_as_they_were_sent():
     for (name, sent), (arrived, tensor) in zip(named, found, strict=True):
         assert (arrived, tensor.dtype) == (name, sent.dtype)
         assert torch.equal(tensor, sent)
+
+
+def joined(address, owner, timeout):
+    return join(*address, owner, "run", 1, 2, timeout)
+
+
+def test_a_request_of_a_run_that_was_killed_does_not_join_the_next_one_at_its_address(monkeypatch):
+    """Which waits for this very worker; the dead one would have been waited for as long as its limit."""
+    store = open_store("127.0.0.1", 0, 600, trainer=True)
+    address, began = ("127.0.0.1", store.port), time.monotonic()
+    for owner in (None, "host:2"):  # the next one has just begun to listen, or waits for the worker
+        mark(store, "host:2")
+        mark(store, owner)
+        with pytest.raises(RuntimeError, match=r"\(host:1\) has ended"):
+            joined(address, "host:1", 600.0)
+    assert trains(store, "host:2")
+    assert not trains(store, "host:1")
+    del store
+    monkeypatch.setattr(gloo, "JOIN_SECONDS", 0.5)
+    with pytest.raises(RuntimeError, match="timed out"):  # nobody listens there any more
+        joined(address, "host:1", 600.0)
+    assert time.monotonic() - began < 60
+
+
+def test_a_worker_that_joins_soon_waits_as_long_as_it_is_told_for_weights(monkeypatch):
+    monkeypatch.setattr(gloo, "JOIN_SECONDS", 1.0)
+    store = open_store("127.0.0.1", 0, 20, trainer=True)
+    mark(store, "host:1")
+    specs, sent = [TensorSpec("w", torch.float32, (2,))], []
+
+    def trainer() -> None:
+        group = open_group(store, "run", 0, 2, 20)
+        time.sleep(2.0)
+        send(group, specs, iter([("w", torch.ones(2))]), lambda: False)
+        sent.append(group)
+
+    thread = threading.Thread(target=trainer)
+    thread.start()
+    _, group = joined(("127.0.0.1", store.port), "host:1", 20.0)
+    [(_, weight)] = receive(group, specs)
+    thread.join()
+    assert weight.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.vllm

@@ -1,5 +1,6 @@
 """What a wait costs when the other side hangs, answers nonsense, or a signal ends the run; with a server of faults."""
 
+import asyncio
 import http.server
 import json
 import os
@@ -17,6 +18,10 @@ from torch.distributed import HashStore
 from grpo_ext import waiting
 from grpo_ext.commands import serve
 from grpo_ext.errors import ConfigError, SamplerLost, ServerLost
+from grpo_ext.registry import import_path
+from grpo_ext.rewards.calls import in_process
+from grpo_ext.rewards.composition import RewardSpec
+from grpo_ext.rewards.containment import Contained
 from grpo_ext.rollout.vllm import client as client_module
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.generation import Generation
@@ -73,6 +78,72 @@ def test_a_signal_while_training_ends_every_wait_of_its_run():
         with pytest.raises(WaitedInVain, match="a signal ends the run"):
             wait.seconds()
     assert wait.seconds() > 0  # a signal of one run is none of the next
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def line_after(seconds, clock, caplog):
+    """Silence of as long, then an answer; return after how many seconds a line told of it, None if none did."""
+    caplog.clear()
+    wait, began = Wait("The sampler", 1e9, "ddp_timeout"), clock[0]
+    while clock[0] < began + seconds:
+        clock[0] += 1
+        wait.look()
+        if caplog.records:
+            break
+    told = clock[0] - began if caplog.records else None
+    clock[0] = began + seconds
+    wait.progressed()
+    return told
+
+
+def test_a_silence_as_long_as_one_before_is_not_told_again_and_one_of_30_seconds_always(clock, caplog):
+    silences = [7, 12, 12, 13, 5, 3600, 29, 3600]
+    assert [line_after(seconds, clock, caplog) for seconds in silences] == [None, 8, 12, 12, None, 13, None, 30]
+
+
+def test_what_was_silent_in_one_run_is_not_expected_to_be_so_in_the_next(clock, caplog):
+    for _ in range(2):
+        with waiting.ended_by(waiting.Shutdown()):
+            assert line_after(20, clock, caplog) == 8
+
+
+def test_waits_for_the_same_thing_share_one_line_until_one_of_them_hears_of_it(clock, caplog):
+    """As the rows that a server completes, each by a request of its own, in a thread of its own."""
+    rows = [Wait("The server", 1e9, "vllm_server_timeout") for _ in range(8)]
+    for _ in range(60):
+        clock[0] += 1.0
+        [row.look() for row in rows]
+    rows[3].progressed()
+    clock[0] += 5.0
+    [row.look() for row in rows]
+    [row.progressed() for row in rows]
+    assert [record.message[:39] for record in caplog.records] == [
+        "The server: no sign of life for 8 s. Wa",
+        "The server: it answers again.",
+    ]
+
+
+def test_what_is_imported_or_scores_without_a_limit_is_named_once_it_takes_long(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.1)
+    file = tmp_path / "rewards_that_wait.py"
+    slow = "def slow(completions, **_):\n    time.sleep(0.5)\n    return [1.0]\n"
+    file.write_text(f"import time\ntime.sleep(0.5)\n{slow}")
+    reward = import_path(f"{file}:slow")
+    assert import_path(f"{file}:slow") is reward
+    spec = RewardSpec("slow", f"{file}:slow", isolate=False)
+    assert asyncio.run(in_process(spec, {"completions": ["a"], "prompts": ["b"]}))[0].outcome.values == [1.0]
+    assert Contained(reward).scores({"completions": ["a"], "prompts": ["b"]}).values == [1.0]
+    lines = [record.message for record in caplog.records]
+    assert [line.partition(":")[0] for line in lines] == [f"Import of {file}"] * 2 + ["reward 'slow'"] * 2
+    assert "it has not returned for 0 s, and nothing limits it. Ctrl-C ends it." in lines[0]
+    assert lines[2].endswith(f"isolate: true limits it, by timeout={spec.timeout:g} s.")
+    assert lines[3] == "reward 'slow': it has returned."
 
 
 # A server that plants faults.

@@ -135,6 +135,14 @@ class Twin(Conversation):
         return Step("on", 1.0, self.turns == 2)
 
 
+class NeverLoaded(Slow):
+    """What its attempts share never comes."""
+
+    @classmethod
+    def preload(cls):
+        time.sleep(3600)
+
+
 class KilledWhileImported(Slow):
     """Ends the process that its processes are forked from, with the signal of a machine that is out of memory."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_ext.errors import NOT_FINISHED, RunInterrupted
 from grpo_ext.trainer.signals import REPEATED_WITHIN, Signals, signals
-from support import tiny
+from support import interrupted, tiny
 from support.trainers import build, weights
 
 
@@ -115,6 +115,56 @@ def test_a_trainer_without_a_recipe_saves_stops_and_resumes_exactly(tmp_path):
     whole = build(path, tmp_path / "whole", [tiny.count_a], **settings)
     whole.train()
     assert (weights(trainer.model) == weights(whole.model)).all()
+
+
+EVALUATED = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+LEFT_IN = {
+    "ours": {},
+    "stock TRL's, at the last step": {"loss_defaults": "trl", "log_completions": True},
+    "one of two sets, logged already": {"two_sets": True},
+}
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("case", LEFT_IN)
+def test_a_signal_leaves_an_evaluation_and_the_resumed_run_repeats_it_at_the_same_bits(case, tmp_path):
+    path, settings = tiny.save(tmp_path / "model"), {**EVALUATED, **LEFT_IN[case]}
+    evaluated = tiny.prompts(4)
+    if settings.pop("two_sets", False):
+        evaluated = {"first": tiny.prompts(1), "second": evaluated}
+    batches, signalled = [], 4 if "last" in case else 2
+
+    def reward(completions, trainer_state, **_):
+        if not made.model.training and trainer_state.global_step == signalled:
+            batches.append(len(completions))
+            if stops and len(batches) == 2:
+                signals.arrived(signal.SIGTERM)
+        return tiny.count_a(completions)
+
+    def trainer(name):
+        return build(path, tmp_path / name, [reward], evaluated=evaluated, **settings)
+
+    stops, made = True, trainer("out")
+    with pytest.raises(RunInterrupted, match=f"SIGTERM: saved checkpoint-{signalled} of 4 steps"):
+        made.train()
+    assert len(batches) == 2
+    stops, made = False, trainer("out")
+    made.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{signalled}"))
+    resumed, made = made, trainer("whole")
+    made.train()
+    assert interrupted.logged(resumed) == interrupted.logged(made)
+    assert (weights(resumed.model) == weights(made.model)).all()
+
+
+def test_a_signal_before_the_first_step_leaves_its_evaluation(tmp_path):
+    def reward(completions, **_):
+        signals.arrived(signal.SIGTERM)
+        return tiny.count_a(completions)
+
+    settings = EVALUATED | {"eval_on_start": True}
+    with pytest.raises(RunInterrupted, match="SIGTERM: no step had been made"):
+        build(tiny.model(), tmp_path, [reward], evaluated=tiny.prompts(4), **settings).train()
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_a_signal_after_training_is_ignored_while_the_model_is_saved(monkeypatch):

@@ -4,19 +4,29 @@ import argparse
 import dataclasses
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_ext.commands.arguments import parse_command_line
 from grpo_ext.commands.runs import find_trained
 from grpo_ext.commands.sample import sampler, with_model
 from grpo_ext.commands.train import call, launch, wanted_launch
-from grpo_ext.config.launch import check_announced
+from grpo_ext.config.launch import check_announced, rank, write_exit_code
 from grpo_ext.data.eval_sets import EvalSet, problems_of
 from grpo_ext.environments.composition import any_pays
-from grpo_ext.errors import ConfigError, DataError, NonFiniteError, RewardError, ServerLost
+from grpo_ext.errors import (
+    NOT_FINISHED,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    RewardError,
+    RunInterrupted,
+    ServerLost,
+)
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.evaluation.results import EVALUATION, Result, difference, result, table
 from grpo_ext.recipe.loading import rows_of
@@ -26,6 +36,7 @@ from grpo_ext.tables import show
 from grpo_ext.terminal import safe_output
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+from grpo_ext.trainer.signals import SIGNALS
 
 SAMPLES = 4
 """Completions per prompt of the test split, for a recipe without `eval_sets`."""
@@ -91,6 +102,30 @@ def _sets(recipe: Recipe, options: argparse.Namespace) -> list[EvalSet]:
     return sets
 
 
+@contextmanager
+def _left_on_a_signal() -> Iterator[None]:
+    """Let any signal end an evaluation as Ctrl-C does.
+
+    Raises:
+        RunInterrupted: one has come; the same command continues after the chunks of prompts that are finished.
+    """
+    ours = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        line = "A signal ended the evaluation. Run the same command to continue it: finished prompts are kept."
+        if rank() == 0:
+            print(line, file=sys.stderr)
+        write_exit_code(NOT_FINISHED)
+        raise RunInterrupted(line) from None
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@_left_on_a_signal()
 def _evaluate_one(options: argparse.Namespace) -> None:
     """Evaluate one model, by all processes of this launch."""
     model = options.model[0] if options.model else None

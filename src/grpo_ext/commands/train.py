@@ -145,7 +145,7 @@ def _forward(launcher: "subprocess.Popen[bytes]", number: int, _: object) -> Non
     training = []
     with suppress(psutil.Error):
         children = psutil.Process(launcher.pid).children()
-        training = [child for child in children if "grpo_ext.train" in child.cmdline()]
+        training = [child for child in children if {"grpo_ext.train", "grpo_ext.commands.eval"} & {*child.cmdline()}]
     for process in training or [launcher]:
         with suppress(psutil.Error, ProcessLookupError):
             process.send_signal(number)

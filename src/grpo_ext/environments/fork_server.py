@@ -38,6 +38,7 @@ from grpo_ext.environments.protocol import OUTPUTS
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, serve_session
 from grpo_ext.frames import FrameError, parsed_json, read_frame, wait
 from grpo_ext.rewards.workers.worker import packed_call, seed_all, send_answer, unpacked_arguments
+from grpo_ext.waiting import GRACE_SECONDS, Wait, WaitedInVain
 
 _PROGRAM = "from grpo_ext.environments.fork_server import main; main()"
 PRELOAD = "preload"
@@ -53,14 +54,17 @@ class ForkServer:
     """A child process that forks the processes of one environment.
 
     Args:
+        name: the environment's, for messages.
         imported: what it imports, as `import_request` returns it.
         memory_gib: memory that each process may use.
 
     Raises:
         EnvironmentFailed: the environment cannot be imported, or not in time.
+        WaitedInVain: a signal ends the run.
     """
 
-    def __init__(self, imported: bytes, memory_gib: float) -> None:
+    def __init__(self, name: str, imported: bytes, memory_gib: float) -> None:
+        self.name = name
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         with theirs:
             self._child = Child(_PROGRAM, memory_gib, (theirs.fileno(),))
@@ -68,12 +72,29 @@ class ForkServer:
         self._running: set[int] = set()
         self._child.stream.send(imported)
         self._ended = False
-        answer = self._next(LOADING_SECONDS)
+        answer = self._loaded()
         if answer is None or answer[0] != "loaded":
             code = self.close()
             late = f"it could not be imported within {LOADING_SECONDS:g} s"
             lost = f"{describe_exit(code)} while it was being imported" if self._ended else late
             raise EnvironmentFailed(f"{FailureKind.DIED}: {answer[1] if answer else lost}")
+
+    def _loaded(self) -> list | None:
+        """Return the child's message when it has imported the environment, or None if none comes in time."""
+        waited = self._waiting("its import and preload")
+        try:
+            while (answer := self._next(min(waited.look(), waited.left))) is None and not self._ended:
+                if waited.left <= 0:
+                    return None
+        except WaitedInVain:
+            self._child.interrupt()
+            self.close()
+            raise
+        waited.progressed()
+        return answer
+
+    def _waiting(self, what: str) -> Wait:
+        return Wait(f"environment {self.name}, {what}", LOADING_SECONDS, "loading", GRACE_SECONDS)
 
     def _next(self, seconds: float) -> list | None:
         """Return the next message of the child, or None if none comes in time."""
@@ -99,10 +120,19 @@ class ForkServer:
         return self._child.process.poll() is not None
 
     def fork(self, number: int, seed: int) -> socket.socket:
-        """Return our end of a socket to a new process."""
+        """Return our end of a socket to a new process.
+
+        Raises:
+            EnvironmentFailed: the child hangs, and was killed.
+            WaitedInVain: a signal ends the run.
+        """
         ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [f"fork {number} {seed}".encode()], [theirs.fileno()])
+        try:
+            with theirs:
+                self._send(f"fork {number} {seed}", theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
         self._running.add(number)
         return ours
 
@@ -134,7 +164,7 @@ class ForkServer:
         while number in self._running and self._note_end():  # a socket full of reports would block the child
             continue
         if number in self._running:
-            self._send(f"kill {number}")
+            self._tell(f"kill {number}")
 
     def drain(self) -> None:
         """Read and forget the ends of processes."""
@@ -142,14 +172,29 @@ class ForkServer:
             continue
         self._codes.clear()
 
-    def _send(self, command: str) -> None:
-        with contextlib.suppress(OSError):  # the child is gone, and its forks with it
-            self._control.send(command.encode())
+    def _tell(self, command: str) -> None:
+        with contextlib.suppress(OSError, EnvironmentFailed, WaitedInVain):  # the child is gone, its forks with it
+            self._send(command)
+
+    def _send(self, command: str, *descriptors: int) -> None:
+        """Send a command, for which the child may have no room until it has read others; kill a child that hangs."""
+        waited = self._waiting("its fork server")
+        try:
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    socket.send_fds(self._control, [command.encode()], descriptors, socket.MSG_DONTWAIT)
+                    return waited.progressed()
+                if waited.left <= 0:
+                    raise EnvironmentFailed(f"{FailureKind.DIED}: its fork server hung for {waited.limit:g} s")
+                select.select([], [self._control], [], min(waited.look(), max(0.0, waited.left)))
+        except (EnvironmentFailed, WaitedInVain):
+            self._child.interrupt()
+            raise
 
     def close(self) -> int:
         """End the child, its forks and the processes they left behind. Return the child's exit code."""
         self._running.clear()
-        self._send("stop")
+        self._tell("stop")
         code = self._child.kill(EXIT_SECONDS)
         self._control.close()
         return code

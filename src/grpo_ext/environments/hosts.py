@@ -169,11 +169,16 @@ class EnvironmentHost:
 
         Raises:
             EnvironmentFailed: it cannot be started.
+            WaitedInVain: a signal ends the run.
         """
         number = next(self._numbers)
         if spec.isolated:
             server = self._server(spec)
-            return Connection(spec, number, server.fork(number, seed), server)
+            try:
+                return Connection(spec, number, server.fork(number, seed), server)
+            except EnvironmentFailed as failure:
+                self._failed[import_request(spec)] = failure
+                raise
         session = Session(spec.make, functions_of(spec.tools), seed)
         if spec.at_once:
             return Connection(spec, number, None, session=session)
@@ -199,7 +204,7 @@ class EnvironmentHost:
         if imported in self._failed:
             raise self._failed[imported]
         try:
-            server = self._servers[imported] = ForkServer(imported, self.memory_gib)
+            server = self._servers[imported] = ForkServer(spec.name, imported, self.memory_gib)
         except EnvironmentFailed as failure:
             self._failed[imported] = failure
             raise

@@ -69,7 +69,8 @@ class Attempts:
         attempts = [Attempt(number, task) for number, task in enumerate(tasks)]
         try:
             for attempt in attempts:
-                self._begin(attempt)
+                if not self._leaves:
+                    self._begin(attempt)
             while self.engine.anyone(self._unfinished, self._leaves):
                 with nullcontext() if self.engine.pending else self.waiting():
                     self._take_answers()
@@ -101,6 +102,9 @@ class Attempts:
             attempt.connection = self.host.open(task.spec, task.seed)
         except EnvironmentFailed as failure:
             self._answered.append((attempt, Answer({}, str(failure), 0.0)))
+        except WaitedInVain as error:
+            self._leaves = True
+            self._answered.append((attempt, Answer({}, str(error), 0.0)))
         except Exception as error:  # no descriptors, no threads left
             self._answered.append((attempt, Answer({}, f"{FailureKind.DIED}: it could not be started ({error})", 0.0)))
         else:

@@ -18,13 +18,15 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.environments.composition import any_pays
-from grpo_ext.errors import RewardError
+from grpo_ext.errors import RewardError, SamplerLost
 from grpo_ext.evaluation.sampling import HasEngine, evaluating, length_of, seeded
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import of_agents
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.seeds import Source, numbered
+from grpo_ext.trainer.checkpoints.processes import everywhere
+from grpo_ext.waiting import SIGNALLED, shutdown
 
 TURNS, FAILED = f"{ENVIRONMENT}/turns", f"{ENVIRONMENT}/failed"
 ANSWER_READ = "answer_parsed"
@@ -47,6 +49,7 @@ def evaluate(
 
     Raises:
         RewardError: a reward failed under `on_error: raise`; on all processes.
+        SamplerLost: a signal ends the run; on all processes.
     """
     size = prompts_at_a_time(trainer.args, chosen.samples, len(rows))
     chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
@@ -62,6 +65,8 @@ def evaluate(
     try:
         with evaluating(trainer, chosen):
             for start in range(0, len(left), world):
+                if any(everywhere(shutdown().is_set())):
+                    raise SamplerLost(f"evaluation of {chosen.name}: {SIGNALLED}")
                 taken = left[start : start + world]
                 own = taken[min(rank, len(taken) - 1)]  # a process without a chunk helps to sample the last one
                 samples, columns = _sample(trainer, chosen, rows, chunks[own], own, size)

@@ -37,6 +37,9 @@ class HasEngine(Protocol):
     _metrics: Any
     _record: Any
 
+    def ends_by_signal(self) -> bool:
+        """Return whether a signal ends the run after its present step."""
+
 
 @contextmanager
 def evaluating(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:

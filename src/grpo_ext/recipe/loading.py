@@ -29,6 +29,7 @@ from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.registry import did_you_mean
+from grpo_ext.waiting import named
 
 
 def model_path(recipe: Recipe) -> str:
@@ -144,6 +145,8 @@ def load_processor(recipe: Recipe) -> PreTrainedTokenizerBase | ProcessorMixin |
 
 # Models and adapters, by the name of their folder.
 
+_FROM_ELSEWHERE = "Ctrl-C ends it. The hub does not answer, or its own code (trust_remote_code) waits for something."
+
 
 def load_tokenizer_of(
     model: str, revision: str | None = None, trust_remote_code: bool = False
@@ -152,7 +155,8 @@ def load_tokenizer_of(
     base = base_of(model, revision)
     if base is not None and not has_file(model, "tokenizer_config.json", revision):
         model, revision = base
-    return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    with named(f"Tokenizer of {model}", _FROM_ELSEWHERE):
+        return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def has_file(model: str, file: str, revision: str | None = None) -> bool:

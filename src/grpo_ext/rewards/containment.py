@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from grpo_ext.rewards.runtime import AsyncComponent, Component
 from grpo_ext.rewards.signatures import callable_name, is_async
 from grpo_ext.rewards.workers.pool import Interrupted
 from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards
-from grpo_ext.waiting import SIGNALLED
+from grpo_ext.waiting import SIGNALLED, named
 
 logger = logging.getLogger(__name__)
 
@@ -132,16 +133,23 @@ class Contained:
     def scores(self, columns: Mapping[str, Any]) -> Scores:
         """Score one batch."""
         try:
-            return self._checked(self.function(**columns), columns)
+            with self._named():
+                values = self.function(**columns)
+            return self._checked(values, columns)
         except BaseException as error:
             return self._failed(error, columns)
 
     async def scores_async(self, columns: Mapping[str, Any]) -> Scores:
         """Score one batch by an async function."""
         try:
-            return self._checked(await self.function(**columns), columns)
+            with self._named():
+                values = await self.function(**columns)
+            return self._checked(values, columns)
         except BaseException as error:
             return self._failed(error, columns)
+
+    def _named(self) -> AbstractContextManager[None]:
+        return named(f"reward {self.__name__!r}", "A time limit is the function's own matter: give it one.")
 
     def _failed(self, error: BaseException, columns: Mapping[str, Any]) -> Scores:
         if from_outside(error):

@@ -34,6 +34,7 @@ from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.callbacks import completions_table
 from grpo_ext.trainer.checkpoints import processes, state, writing
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
+from grpo_ext.trainer.checkpoints.processes import everywhere
 from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.evaluating import EvalRows, Evaluated, SameOrderSampler
 from grpo_ext.trainer.loss_terms import Figures
@@ -43,6 +44,7 @@ from grpo_ext.trainer.reference import InitialWeights
 from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.signals import interrupted, naming_checkpoint, naming_lost_ranks, signals
 from grpo_ext.trainer.trial_save import check_saving
+from grpo_ext.waiting import SIGNALLED
 
 
 class _EndedByEvaluation(Exception):
@@ -116,6 +118,7 @@ class Lifecycle(GRPOTrainer):
             self._group_means.load([])
             self._figures.clear()
             self._metrics["train"].clear()
+            self._metrics["eval"].clear()
             self.collector.reset()
             self._epoch_began, self._stopped_at, self._ends_early = (0, 0), None, False
             self._record = saving.run_identity(self)
@@ -161,7 +164,7 @@ class Lifecycle(GRPOTrainer):
             self.control.should_evaluate = False
             self.control.should_training_stop = True
             self._stopped_at = step
-        self._writer.go_back = lambda: None  # an evaluation leaves the run as it is after the step
+        self._writer.go_back = lambda: None  # the step is whole
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._writer.go_back = saving.after_step(self)
         if self._guard.skipped_since_log and self._globalstep_last_logged == self.state.global_step:
@@ -279,7 +282,23 @@ class Lifecycle(GRPOTrainer):
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> Any:
         if skip_scheduler and self._resumed is not None:  # `eval_on_start` of a run that has been resumed
             return None
+        self._writer.go_back = saving.before_evaluation(self)  # should it be left: the resumed run repeats it
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Evaluate a batch as TRL does, unless a signal ends the run."""
+        if signals.phase == "training" and any(everywhere(signals.requested)):
+            raise SamplerLost(f"evaluation: {SIGNALLED}")
+        return super().prediction_step(*args, **kwargs)
+
+    def ends_by_signal(self) -> bool:
+        """Return whether a signal has come on any process, and if so end the run after its present step; collective.
+
+        It is a whole step from now on, also for a run that ends otherwise.
+        """
+        self._writer.go_back = lambda: None
+        self._guard.requested = max(self._guard.requested, *everywhere(signals.requested))
+        return bool(self._guard.requested)
 
     def evaluation_loop(
         self,

@@ -15,14 +15,29 @@ from grpo_ext.trainer.findings import check_weights
 
 
 def after_step(trainer: Any) -> Callable[[], None]:
-    """Return a function that brings the trainer back to this whole step, from within the next."""
+    """Return a function that brings the trainer back to this whole step, from within the next or an evaluation."""
     found, restore, run = state.of(trainer), random_state(), trainer.state
-    epoch_began, seen = trainer._epoch_began, run.num_input_tokens_seen
+    epoch_began, seen, logged = trainer._epoch_began, run.num_input_tokens_seen, len(run.log_history)
 
     def go_back() -> None:
         restore()
         state.go_back(trainer, found)
         trainer._epoch_began, run.num_input_tokens_seen = epoch_began, seen
+        del run.log_history[logged:]
+
+    return go_back
+
+
+def before_evaluation(trainer: Any) -> Callable[[], None]:
+    """Return a function that brings the trainer back to this moment, from within an evaluation after a whole step."""
+    to_step, table = after_step(trainer), state.table_of(trainer._logs)
+    callbacks = [(callback, dict(vars(callback))) for callback in state.stateful(trainer.callback_handler.callbacks)]
+
+    def go_back() -> None:
+        to_step()
+        state.fill_table(trainer._logs, table)
+        for callback, attributes in callbacks:
+            vars(callback).update(attributes)
 
     return go_back
 
@@ -81,10 +96,12 @@ def _save_own(trainer: Any, folder: Path) -> None:
 
 def save_and_explain(trainer: Any, error: Exception) -> None:
     """Save a checkpoint before a run ends because it cannot sample, and name it in the error."""
-    trainer._ends_early, step = True, trainer.state.global_step
+    trainer._ends_early, step, resumed = True, trainer.state.global_step, trainer._resumed
     folder = Path(trainer._get_output_dir(None)) / f"checkpoint-{step}"
     saved = agreed((folder / MANIFEST).exists)  # all processes save or none: one may be creating it already
-    if step and not saved:
+    if resumed is not None and resumed.pending:  # its state is not restored yet
+        folder = resumed.checkpoint
+    elif step and not saved:
         trainer._writer.go_back()
         trainer._save_checkpoint(trainer.model, trial=None)
     kept = f"The run can be resumed from {folder}." if step else "No step had been made."

@@ -22,7 +22,7 @@ from grpo_ext.rollout.process.messages import Failure, SampleRequest, Start, Tab
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import drawn
-from grpo_ext.waiting import SILENT_SECONDS, Wait, WaitedInVain, shutdown
+from grpo_ext.waiting import Wait, WaitedInVain, shutdown
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,8 @@ class _Process:
             if stale:
                 send_handle(self._connection, weights.file.descriptor, self._child.pid)
             waiting = Wait("The process that samples completions", limit, "ddp_timeout")
-            waiting.silent = STARTING_SECONDS if self._start is not None else SILENT_SECONDS
+            if self._start is not None:
+                waiting.silent = STARTING_SECONDS
             answer: list[Sampled] | Failure = []
             while not answer:  # empty while it decodes
                 while not self._connection.poll(waiting.seconds()):

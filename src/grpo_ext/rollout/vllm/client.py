@@ -88,7 +88,7 @@ class Client(VLLMClient):
 
     def __init__(self, base_url: str, group_port: int, timeout: float, transfer: str) -> None:
         self.timeout = self.patience = timeout
-        self.transfer, self.owner = transfer, f"{socket.gethostname()}:{os.getpid()}"
+        self.transfer, self.owner = transfer, f"{socket.gethostname()}:{os.getpid()}@{time.time_ns()}"
         self.failure: Exception | None = None
         self.bytes_sent = 0
         self._store: TCPStore | None = None
@@ -131,6 +131,7 @@ class Client(VLLMClient):
         try:
             while not self.healthy():
                 time.sleep(min(retry_interval, waiting.seconds()))
+            waiting.progressed()
         except WaitedInVain as error:
             raise ServerTrouble(f"no vLLM server at {self.base_url} within {total_timeout:g} s") from error
 
@@ -172,6 +173,7 @@ class Client(VLLMClient):
             raise ServerTrouble(f"{self.base_url}: {error}", error.since) from error
         try:
             response = future.result()
+            waiting.progressed()
             if response.status_code == 200:
                 answer: dict[str, Any] = response.json() if response.content else {}
                 return answer
@@ -323,7 +325,7 @@ class Client(VLLMClient):
             "owner": self.owner,
         }
         opened = in_thread(lambda: open_group(store, name, TRAINER_RANK, size, self.timeout))
-        mark(self._store, training=True)
+        mark(self._store, self.owner)
         try:
             self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
         except ServerTrouble as error:
@@ -343,7 +345,7 @@ class Client(VLLMClient):
     def release(self) -> None:
         """Let other runs have the server: this one does not train any more, or not yet again."""
         if self._store is not None:
-            mark(self._store, training=False)
+            mark(self._store, None)
 
     def close_communicator(self) -> None:
         """Leave the transfer group."""
@@ -393,7 +395,7 @@ class Client(VLLMClient):
             return
         if self._group is None or self._store is None:
             raise ServerTrouble(f"{self.base_url}: no transfer group is open")
-        mark(self._store, training=True)
+        mark(self._store, self.owner)
         names, dtypes, shapes = (list(column) for column in zip(*metadata, strict=True))
         info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
         self._start_weight_update()

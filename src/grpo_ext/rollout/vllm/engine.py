@@ -11,7 +11,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from grpo_ext.rollout.vllm.gloo import TAKEN, open_group, open_store, receive, specs_of, trains
+from grpo_ext.rollout.vllm.gloo import TAKEN, join, receive, specs_of, trains
 
 
 @dataclass
@@ -48,15 +48,22 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         """Join the trainer's group, leaving the group of an earlier trainer.
 
         Raises:
-            RuntimeError: the earlier one is another run, which still trains.
+            RuntimeError: the earlier one is another run, which still trains; or this one has ended.
         """
-        if self.owner != init_info.owner and self.store is not None and trains(self.store):
+        if self.owner != init_info.owner and self.store is not None and trains(self.store, self.owner):
             raise RuntimeError(f"{TAKEN} by {self.owner}")
         self.shutdown()
         worker = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
-        store = open_store(init_info.master_address, init_info.master_port, init_info.timeout, trainer=False)
-        self.store, self.owner = store, init_info.owner
-        self.group = open_group(store, init_info.group_name, 1 + worker, init_info.world_size, init_info.timeout)
+        self.store, self.group = join(
+            init_info.master_address,
+            init_info.master_port,
+            init_info.owner,
+            init_info.group_name,
+            1 + worker,
+            init_info.world_size,
+            init_info.timeout,
+        )
+        self.owner = init_info.owner
 
     def start_weight_update(self) -> None:
         """Restore the checkpoint's layout of weights that kernels keep in their own."""

@@ -18,8 +18,10 @@ BACKEND = "gloo"
 TRAINER_RANK = 0
 TAKEN = "this server gets weights"
 """Begins the answer of a server to a second run."""
-_TRAINS = "trains"
-"""Key that a trainer's store has while it trains."""
+_OWNER = "owner"
+"""Key that a trainer's store has while it trains; its value is the run."""
+JOIN_SECONDS = 30.0
+"""In which a server's worker joins a trainer, which waits for it: longer only if the trainer has ended meanwhile."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
 """Seconds between two looks at a broadcast."""
 
@@ -63,20 +65,37 @@ def _listening(address: str, port: int) -> socket.socket:
         raise RuntimeError(f"{address}:{port}: {error.strerror}") from error
 
 
-def mark(store: TCPStore, *, training: bool) -> None:
-    """Note in a trainer's store whether it trains."""
-    if training:
-        store.set(_TRAINS, "")
+def mark(store: TCPStore, owner: str | None) -> None:
+    """Note in a trainer's store the run that trains; None: it does not, or not yet again."""
+    if owner is None:
+        store.delete_key(_OWNER)
     else:
-        store.delete_key(_TRAINS)
+        store.set(_OWNER, owner)
 
 
-def trains(store: TCPStore) -> bool:
-    """Return whether the trainer that a store belongs to lives, and trains."""
+def trains(store: TCPStore, owner: str) -> bool:
+    """Return whether a store belongs to this run, which lives and trains."""
     try:
-        return store.check([_TRAINS])
+        return store.check([_OWNER]) and store.get(_OWNER).decode() == owner
     except RuntimeError:  # its process has ended
         return False
+
+
+def join(
+    address: str, port: int, owner: str, name: str, rank: int, size: int, timeout: float
+) -> tuple[TCPStore, ProcessGroupGloo]:
+    """Return store and group of the trainer that has asked a server's worker to join; see `open_group`.
+
+    Raises:
+        RuntimeError: it has ended meanwhile, also where another trainer listens at its address by now.
+    """
+    seconds = min(timeout, JOIN_SECONDS)
+    store = open_store(address, port, seconds, trainer=False)
+    if not trains(store, owner):
+        raise RuntimeError(f"the trainer that asked for a transfer group ({owner}) has ended")
+    group = open_group(store, name, rank, size, seconds)
+    group._set_default_timeout(timedelta(seconds=timeout))
+    return store, group
 
 
 def open_group(store: TCPStore, name: str, rank: int, size: int, timeout: float) -> ProcessGroupGloo:

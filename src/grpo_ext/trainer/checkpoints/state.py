@@ -100,7 +100,7 @@ def write(trainer: HasState, folder: Path, place: tuple[int, int]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)  # a process may come here before the one that saves the model
     main = trainer.accelerator.is_main_process
-    further = {"place": list(place), "table": _table(trainer._logs) if main and trainer.args.log_completions else {}}
+    further = {"place": list(place), "table": table_of(trainer._logs) if main and trainer.args.log_completions else {}}
     torch.save(of(trainer) | further, _file(folder, trainer.accelerator.process_index))
     _write_reference(trainer, folder)
 
@@ -130,7 +130,7 @@ def read(folder: Path, trainer: HasState) -> dict[str, Any] | None:
 def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[list[Any], list[StepTotals]]:
     """Restore what `write` saved; return the micro-batches and totals of a generation that was in use, else []."""
     go_back(trainer, state)
-    _fill_table(trainer._logs, state["table"])
+    fill_table(trainer._logs, state["table"])
     _restore_reference(trainer, folder)
     return state["micro_batches"], [StepTotals(*row) for row in state["totals"]]
 
@@ -182,16 +182,20 @@ def of(trainer: HasState) -> dict[str, Any]:
     }
 
 
-def _table(logs: dict[str, Any]) -> dict[str, Any]:
+def table_of(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of TRL's table of completions."""
     columns: dict[str, Any] = {name: list(logs[name]) for name in _TABLE}
     for kind in ("rewards", "extra"):
         columns[kind] = {name: list(values) for name, values in logs[kind].items()}
     return columns
 
 
-def _fill_table(logs: dict[str, Any], table: dict[str, Any]) -> None:
+def fill_table(logs: dict[str, Any], table: Mapping[str, Any]) -> None:
+    """Make the table hold these columns."""
     for name, column in table.items():
         into: dict[str, deque] | defaultdict[str, deque] = logs if name in _TABLE else logs[name]
+        for key in [name] if name in _TABLE else list(into):
+            into[key].clear()
         for key, values in ({name: column} if name in _TABLE else column).items():
             into[key].extend(values)
 
@@ -199,12 +203,17 @@ def _fill_table(logs: dict[str, Any], table: dict[str, Any]) -> None:
 # Parts of a checkpoint that transformers does not restore.
 
 
+def stateful(callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:
+    """Return the callbacks whose attributes a checkpoint holds, such as EarlyStoppingCallback."""
+    return [callback for callback in callbacks if isinstance(callback, ExportableState)]
+
+
 def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback]) -> None:
-    """Restore the attributes of stateful callbacks, such as EarlyStoppingCallback."""
+    """Restore the attributes of stateful callbacks."""
     saved: Any = state.stateful_callbacks or {}
-    stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
-    for name in {type(callback).__name__ for callback in stateful} & saved.keys():
-        alike = [callback for callback in stateful if type(callback).__name__ == name]
+    found = stateful(callbacks)
+    for name in {type(callback).__name__ for callback in found} & saved.keys():
+        alike = [callback for callback in found if type(callback).__name__ == name]
         entries = saved[name] if isinstance(saved[name], list) else [saved[name]]
         for callback, entry in zip(alike, entries[-len(alike) :], strict=False):
             vars(callback).update(entry.get("attributes", {}))
