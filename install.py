@@ -40,7 +40,7 @@ def pip_arguments(stage, options):
     """Return the arguments of each call of `pip install` that a stage consists of."""
     pins = ["--constraint", options.constraint] if options.constraint else []
     calls = {
-        "demo": [[*shlex.split(options.torch), *pins], ["--editable", ".[plot]", *pins]],
+        "demo": [[*shlex.split(options.torch), *pins], ["--editable", ".", *pins]],
         # by its name: the package itself, which may be running, is not installed again
         "test": [["grpo-ext[test]", *pins]],
         "dev": [["grpo-ext[dev]", *pins]],

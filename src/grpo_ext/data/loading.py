@@ -104,13 +104,11 @@ def load_generated(
     """
     if split not in ("train", "test"):
         raise DataError([Problem("split", split, f"{name!r} makes only 'train' and 'test'", "Unset split.")])
-    unset = dict.fromkeys(("prompt_column", "answer_column", "answer_format", "test_size"))
-    config, both = dataclasses.replace(config, **unset), name.startswith(QUICKSTART)
+    both = name.startswith(QUICKSTART)
+    config = dataclasses.replace(config, prompt_column=None, answer_column=None, answer_format=None, test_size=None)
     if split == "test" and not both:
         config = dataclasses.replace(config, dataset_kwargs=tasks.held_out_seeds(task_options(config)))
-    train, test = load_datasets(
-        name, config, eval_needed=both, tokenizer=tokenizer, template_kwargs=template_kwargs
-    )
+    train, test = load_datasets(name, config, eval_needed=both, tokenizer=tokenizer, template_kwargs=template_kwargs)
     return test if both and split == "test" else train
 
 
