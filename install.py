@@ -41,7 +41,7 @@ def pip_arguments(stage, options):
     pins = ["--constraint", options.constraint] if options.constraint else []
     calls = {
         # torch by itself: what depends on it takes the build that was chosen, whose index may lack our other pins
-        "demo": [shlex.split(options.torch), ["--editable", ".[plot]", *pins]],
+        "demo": [shlex.split(options.torch), ["--editable", ".", *pins]],
         # by its name: the package itself, which may be running, is not installed again
         "test": [["grpo-ext[test]", *pins]],
         "dev": [["grpo-ext[dev]", *pins]],

@@ -15,7 +15,7 @@ from grpo_ext.data.config import DataConfig
 from grpo_ext.data.held_out import hold_out, shared_prompts
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
-from grpo_ext.errors import DataError
+from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.recipe.loading import rows_of
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
@@ -138,6 +138,56 @@ def test_an_evaluation_set_has_all_of_its_rows(tmp_path, entry, rows):
     assert len(rows_of(loaded.eval_sets[0], loaded, None)) == rows
     with pytest.raises(DataError, match=r"source_column='solutoin': no such column.*'solution'"):
         rows_of(dataclasses.replace(loaded.eval_sets[0], source_column="solutoin"), loaded, None)
+
+
+HARD = {"name": "hard", "dataset_name": "reasoning_gym/chain_sum"}
+LEVEL = {"min_terms": 5, "max_terms": 6, "size": 24}
+
+
+@pytest.mark.extra("tasks")
+def test_an_evaluation_set_is_another_level_of_the_trained_task(tmp_path):
+    """It has as many rows as its size says, of seeds that training never reaches; train names the trained ones."""
+    import reasoning_gym
+
+    entries = [
+        HARD | {"dataset_kwargs": LEVEL},
+        HARD | {"name": "seen", "dataset_kwargs": LEVEL | {"size": 5}, "split": "train"},
+        HARD | {"name": "again", "dataset_kwargs": LEVEL, "split": "test", "limit": 7},
+        {"name": "other", "dataset_name": "reasoning_gym/basic_arithmetic"},
+        {"name": "adds", "dataset_name": "quickstart/addition", "dataset_kwargs": {"eval_size": 6}},
+    ]
+    recipe = tiny.TRAINING | {"model_name_or_path": "quickstart", "reward_funcs": ["reasoning_gym"], "beta": 0.0}
+    recipe |= {"dataset_name": "reasoning_gym/chain_sum", "dataset_kwargs": {"max_terms": 3, "size": 40}}
+    recipe |= {"eval_sets": entries, "output_dir": str(tmp_path / "out"), "test_size": 8}
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+    look = Look()
+    loaded = load_recipe(["--config", str(tmp_path / "r.yaml")], look)
+    hard, seen, again, other, adds = ([*rows_of(chosen, loaded, None)] for chosen in loaded.eval_sets)
+    assert [*map(len, (hard, seen, again, other, adds))] == [24, 5, 7, 500, 6]
+    assert again == hard[:7]
+    assert all(row["prompt"][0]["content"].count("+") + row["prompt"][0]["content"].count("-") >= 4 for row in hard)
+    for split, first in (("test", hard), ("train", seen)):
+        seed = 2**30 if split == "test" else 0
+        drawn = reasoning_gym.create_dataset("chain_sum", **{**LEVEL, "seed": seed})[0]["question"]
+        assert first[0]["prompt"][0]["content"] == drawn
+    assert not look.notes
+
+
+@pytest.mark.extra("tasks")
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"split": "validation"}, r"hard: split='validation': .* makes only 'train' and 'test'. Unset split"),
+        ({"test_size": 5}, r"test_size=5: a set has all rows of its own data"),
+        ({"dataset_kwargs": {"max_term": 3}}, r"dataset_kwargs.max_term=3.*'max_terms'"),
+    ],
+)
+def test_check_refuses_an_evaluation_set_that_could_not_be_made(tmp_path, entry, told):
+    recipe = tiny.TRAINING | {"model_name_or_path": "quickstart", "reward_funcs": ["reasoning_gym"]}
+    recipe |= {"dataset_name": "reasoning_gym/chain_sum", "dataset_kwargs": {"size": 40}}
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe | {"eval_sets": [HARD | entry]}))
+    with pytest.raises(ConfigError, match=told):
+        load_recipe(["--config", str(tmp_path / "r.yaml")], Look())
 
 
 def test_a_test_split_that_is_named_and_not_there_is_refused_beside_test_size(tmp_path):

@@ -3,16 +3,16 @@
 import json
 import math
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
 
 from grpo_ext.report.completions import CLIPS, clipped
-from grpo_ext.report.curves import COLOURS, Band, banded, pictures
+from grpo_ext.report.curves import COLOURS, Curve, banded, pictures, ticks
 from grpo_ext.report.facts import without_paths
 from grpo_ext.report.page import MAX_SIZE, write_report
 from grpo_ext.report.reading import MAX_RUNS, read_runs
+from grpo_ext.report.seeds import Band, grouped
 from support.commands import command
 from support.run_folders import HOSTILE, RECORD, logged, run_folder, with_completions, with_evaluation
 
@@ -127,6 +127,10 @@ def test_several_runs_share_curves_and_have_a_table_of_differences(tmp_path):
     assert all(colour in picture for picture in pictured for colour in COLOURS[:2])
 
 
+def line(steps, values) -> Band:
+    return Band(steps, values, values, values)
+
+
 def leave(folder, name, text):
     folder.mkdir(exist_ok=True)
     (folder / name).parent.mkdir(exist_ok=True, parents=True)
@@ -180,23 +184,69 @@ def test_a_report_without_content_is_refused(tmp_path, capsys):
     assert (run / "report.html").is_file()
 
 
-def test_without_matplotlib_the_page_has_a_table_only(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    page = page_of(tmp_path, run_folder(tmp_path / "mine"))
-    assert "pip install 'grpo-ext[plot]'" in page.text
-    assert "reward 0.1 0.4 0.1 0.4" in page.text
+def seeded(tmp_path, loss: str, seed: int, scale: float, **changed):
+    log = [{"reward": scale * step + seed, "kl": 0.1 * step, "step": step} for step in range(1, 8)]
+    settings = {"loss_type": loss, "objective.loss_type": loss, "seed": seed, "output_dir": f"{loss}-{seed}"}
+    run = run_folder(tmp_path / f"{loss}-{seed}", log=log, **settings | changed)
+    return with_evaluation(with_evaluation(run, 0, 0.25), 20, 0.5 + 0.125 * seed)
+
+
+def test_runs_that_differ_only_in_their_seed_are_one_curve_with_an_interval(tmp_path):
+    runs = [seeded(tmp_path, "dapo", seed, 1.0) for seed in (0, 1, 3)]
+    runs += [seeded(tmp_path, "gspo", seed, 2.0) for seed in (0, 1)]
+    page = page_of(tmp_path, *runs)
+    table = page.text.partition("Over seeds")[2].partition("Means over runs")[0]
+    assert "dapo 3 held_out avg@4 0.25 (0.25 to 0.25) 0.6667 (0.192 to 1.14) +0.4167 (-0.0577 to +0.891)" in table
+    assert "gspo 2 held_out avg@4 0.25 (0.25 to 0.25) 0.5625 (" in table
+    [curve] = [a["aria-label"] for _, a in page.elements if a.get("role") == "img" and a["data-curve"] == "reward"]
+    assert curve == "dapo: 2.333 at step 1, 8.333 at step 7; gspo: 2.5 at step 1, 14.5 at step 7"
+    picture = re.findall(r"<svg.*?</svg>", (tmp_path / "report.html").read_text(), re.DOTALL)[0]
+    assert (picture.count("<polyline"), picture.count("<polygon")) == (2, 2)
+
+
+def test_equal_seeds_other_settings_and_unknown_ones_are_not_samples_of_one_mean(tmp_path):
+    same = [run_folder(tmp_path / f"same{i}", seed=0) for i in range(2)]
+    other = [run_folder(tmp_path / f"other{i}", seed=i, learning_rate=1e-6 * i) for i in (1, 2)]
+    unknown = [run_folder(tmp_path / f"unknown{i}") for i in range(2)]
+    for folder in unknown:
+        (folder / "finished.json").unlink()
+    found = grouped(read_runs([*same, *other, *unknown]))
+    assert [(group.name, len(group.runs)) for group in found] == [
+        (folder.name, 1) for folder in (*same, *other, *unknown)
+    ]
+
+
+def test_a_mean_over_seeds_ends_where_a_run_ends_and_has_a_gap_where_one_is_not_finite(tmp_path):
+    logs = [[{"reward": 1.0 * step, "step": step} for step in range(1, last)] for last in (8, 5)]
+    logs[0][1]["reward"] = math.nan
+    [group] = grouped(read_runs([run_folder(tmp_path / str(i), seed=i, log=log) for i, log in enumerate(logs)]))
+    band = group.series()["reward"]
+    assert band.steps == [1, 2, 3, 4]
+    assert [math.isnan(value) for value in band.mean] == [False, True, False, False]
+    svg = pictures([Curve("Rewards", "reward", {0: band})], ["both"])["reward"].svg
+    assert (svg.count("<polyline"), svg.count("<circle")) == (2, 3)
+    assert "nan" not in svg
+
+
+def test_a_picture_places_its_points_and_round_numbers():
+    svg = pictures([Curve("Policy", "kl", {0: line([0.0, 4.0, 8.0], [0.0, 0.5, 1.0])})], ["run"])["kl"].svg
+    assert 'points="47.5,147.4 175.8,77.0 304.1,6.6"' in svg
+    assert ticks(0.0, 1.0, most=8) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert ticks(3.0, 4.0, most=5, least=1.0) == [3.0, 4.0]
 
 
 def test_a_long_curve_becomes_means_with_quantiles():
     steps, values = list(range(10_000)), [float(i % 100) for i in range(10_000)]
     values[5000:6000] = [math.nan] * 1000
-    band = banded((steps, values), 100)
+    band = banded(line(steps, values), 100)
     assert band.steps == list(range(0, 10_000, 100))
     assert band.mean[:50] == [49.5] * 50
     assert (band.low[0], band.high[0]) == (9.0, 90.0)
     assert all(math.isnan(v) for v in band.mean[50:60])
     assert not math.isnan(band.mean[60])
-    assert banded(([1, 2], [3.0, 4.0]), 2) == Band([1, 2], [3.0, 4.0], [3.0, 4.0], [3.0, 4.0])
+    assert banded(line([1, 2], [3.0, 4.0]), 2) == line([1, 2], [3.0, 4.0])
+    over_seeds = Band([1, 2], [3.0, 4.0], [2.0, 3.5], [4.0, 4.5])
+    assert banded(over_seeds, 1) == Band([1], [3.5], [2.75], [4.25])
 
 
 HELD_OUT = {
@@ -278,12 +328,10 @@ def test_one_evaluation_is_no_change_but_was_made(tmp_path):
 
 
 def test_labels_of_small_values_keep_their_digits(tmp_path):
-    from grpo_ext.report.curves import Curve
-
     values = {"kl": [0.00012, 0.00034], "learning_rate": [1e-6, 2e-6]}
-    shown = pictures([Curve("Policy", name, {0: ([1.0, 2.0], line)}) for name, line in values.items()], ["run"])
-    assert "0.00025" in shown["kl"].svg
-    assert "#010203" not in shown["kl"].svg
+    drawn = [Curve("Policy", name, {0: line([1.0, 2.0], given)}) for name, given in values.items()]
+    shown = pictures(drawn, ["run"])
+    assert ">0.00025<" in shown["kl"].svg
     assert "1e-06" in shown["learning_rate"].svg  # 0.0000010 would be cut off
 
 
@@ -306,18 +354,12 @@ def test_constant_and_equal_curves_are_named_and_not_drawn(tmp_path):
 
 
 def test_labels_of_an_axis_differ():
-    from grpo_ext.report.curves import Curve
-
-    for least, growth in ((1.0, 1e-8), (1.0, 1e-6), (0.9999, 1e-7), (123.4, 1e-8), (1e-7, 1e-8)):
-        line = [least * (1 + growth * n) for n in range(200)]
-        svg = pictures([Curve("Policy", "kl", {0: ([float(n) for n in range(200)], line)})], ["run"])["kl"].svg
-        labels = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
-        upright = [
-            label
-            for label in labels
-            if label not in {"0", "25", "50", "75", "100", "125", "150", "175", "200", "40", "80", "120", "160"}
-        ]
-        assert len(upright) == len(set(upright)) > 2, labels
+    growing = ((1.0, 1e-8), (1.0, 1e-6), (0.9999, 1e-7), (123.4, 1e-8), (1e-7, 1e-8), (0.0, 1.0), (1e299, 1e-3))
+    for least, growth in growing:
+        given = [least * (1 + growth * n) for n in range(200)]
+        drawn = Curve("Policy", "kl", {0: line([float(n) for n in range(200)], given)})
+        labels = re.findall(r'"end">([^<]*)</text>', pictures([drawn], ["run"])["kl"].svg)
+        assert len(labels) == len(set(labels)) > 2, labels
 
 
 def test_only_the_last_part_of_a_path_of_the_machine_is_shown():

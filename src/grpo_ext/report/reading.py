@@ -17,7 +17,7 @@ from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
 from grpo_ext.trainer.diagnosis.overlap import advice
 from grpo_ext.trainer.diagnosis.rules import Finding, diagnose
 
-MAX_RUNS = 10
+MAX_RUNS = 24
 COMPLETIONS = "completions"
 
 Series = tuple[list[float], list[float]]
