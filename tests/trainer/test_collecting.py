@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from grpo_ext.errors import ConfigError, SamplerLost
-from grpo_ext.rollout.collected import Finished
+from grpo_ext.rewards.containment import for_trl
+from grpo_ext.rollout.collected import Collected, Finished
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import Source, numbered
 from grpo_ext.trainer.collecting import Collector
@@ -89,7 +90,7 @@ class Trainer:
     def _generate(self, prompts):
         def stock(prompts):
             ids = [[len(prompt), place] for place, prompt in enumerate(prompts)]
-            completions, logps = self.collector.turn(ids, None, {}, 2)
+            completions, logps = self.collector.turn(ids, {}, 2, has_tool_images=False)
             return ids, completions, None, [str(made) for made in completions], logps, {"column": "x"}, None, []
 
         return self.collector.generated(stock, prompts)
@@ -172,7 +173,7 @@ def test_a_lost_sampler_leaves_nothing_half_made():
 
 def test_tools_that_return_images_are_refused():
     with pytest.raises(ConfigError, match="image"):
-        Trainer().collector.turn([[1]], None, {}, 1, True)
+        Trainer().collector.turn([[1]], {}, 1, has_tool_images=True)
 
 
 def test_all_that_samples_and_scores_beside_this_process_ends_with_the_run():
@@ -180,3 +181,15 @@ def test_all_that_samples_and_scores_beside_this_process_ends_with_the_run():
     trainer = Trainer(beside, vllm_mode="colocate")
     trainer.collector.close()
     assert beside.closed
+
+
+def test_an_environments_reward_may_be_called_with_its_environments_alone():
+    trainer, taken = Trainer(), []
+    score = for_trl(paid_by_environments, lambda *scores: taken.append(scores), trainer.collector.ready_scores)
+    trainer.collector._current = Collected(ROWS[:2], ready=Finished([[1]], None, ["a"]))
+    assert score(environments=[3, 4]) == [3.0, 4.0]
+    assert taken[0][1].values == [3.0, 4.0]
+
+
+def paid_by_environments(environments, **_):
+    return list(map(float, environments))
