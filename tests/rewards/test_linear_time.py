@@ -21,12 +21,12 @@ from grpo_ext.rewards.library import (
     choices,
     functions,
     lengths,
-    math_answers,
     math_copies,
-    math_languages,
     math_marks,
     math_notation,
     math_numerals,
+    math_units,
+    math_values,
     minimind,
 )
 from grpo_ext.rewards.models import remote
@@ -82,7 +82,7 @@ READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
     },
     **{name: (scored(name), (functions,)) for name in ("code_format", "reasoning_steps", "repetition")},
     **{f"tags {n}": (scored("tags", newlines=n), (texts,)) for n in (False, True)},
-    "multiple_choice": (scored("multiple_choice"), (choices, math_languages)),
+    "multiple_choice": (scored("multiple_choice"), (choices, math_marks)),
     "exact_match": (scored("exact_match", ignore_case=True, ignore_punctuation=True), (answers,)),
     **{f"json_schema {s}": (scored("json_schema", default_schema=SCHEMAS[s]), (answers,)) for s in SCHEMAS},
     "language_consistency": (scored("language_consistency"), (lengths,)),
@@ -90,7 +90,7 @@ READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
     "minimind strict": (scored("minimind", strict=True), (minimind,)),
     "accuracy": (
         scored("accuracy"),
-        (math_answers, math_copies, math_languages, math_marks, math_notation, math_numerals),
+        (math_copies, math_marks, math_notation, math_numerals, math_units, math_values),
     ),
     "think_format_reward": (scored("think_format_reward"), (texts,)),
     "accuracy_reward": (scored("accuracy_reward"), (math_marks,)),

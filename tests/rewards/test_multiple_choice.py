@@ -29,8 +29,6 @@ B) the cat
 (B) the cat
 B. the cat
 **B.** the cat
-B - the cat
-B — the cat
 - B
 > B
 ### B
@@ -62,14 +60,8 @@ Answer⏎⏎B
 The answer is B.
 The answer is "B".
 The answer is: (B) the cat.
-The correct answer is B, not A.
 The correct answer would be option B
-The answer is not A but B.
-The answer is B, because A is wrong.
-The answer is B since A and C are wrong.
-The answer is A. No, the answer is B.
 No, the answer is B.
-There is no doubt that the answer is B
 I choose B
 I'd go with B.
 I would pick option B
@@ -79,7 +71,6 @@ So B is correct.
 B is correct.
 B is the correct answer.
 Option B
-Option B is right, option A is wrong
 Final choice: **(B)**
 A is wrong.⏎B
 A) no⏎The answer is B
@@ -91,7 +82,6 @@ A) no⏎The answer is B
 正确答案是（B）。
 选B
 我选择 B
-选项B是正确的
 答えはBです
 正解：B
 回答: B
@@ -120,8 +110,6 @@ Option B: Not enough information
 B) Not enough information
 (B) False
 Answer: B. The cat
-B because it is red
-Answer: B and not A
 It is warm.⏎(B)
 text⏎B) the cat
 My final choice is B!
@@ -129,13 +117,9 @@ the answer is b
 answer: b) cat
 <SOLUTION>B</SOLUTION>
 A is false. C is false. Therefore B.
-The answer is B rather than A.
 Answer: B. A, C and D are wrong.
-答案是B，不是A。
 正确选项是B
-B选项正确
 선택지 B
-Я выбираю B.
 A alternativa correta é B.
 Cevap B'dir.
 الخيار الصحيح هو B.
@@ -234,7 +218,104 @@ Odpowiedź to nie B.
 उत्तर B नहीं है।
 คำตอบไม่ใช่ B
 התשובה אינה B
-"""  # a line each; ⏎ is a line break
+\boxed{\neg C}
+\boxed{\lnot B}
+\boxed{\neq B}
+\boxed{\cancel{B}}
+\boxed{D} or \boxed{C}
+\boxed{A} \boxed{B}
+\boxed{A}⏎\boxed{B}
+\boxed{B?}
+\boxed{B+C}
+\boxed{BC}
+\boxed{B \text{ and } C}
+\boxed{\text{B or C}}
+\boxed{B, C}
+\boxed{B;C}
+\boxed{B) or C)}
+\boxed{(B)(C)}
+\boxed{B. C}
+\boxed{all except B}
+\boxed{B^c}
+\boxed{2B}
+\boxed{B = 3}
+\boxed{B is wrong}
+not \boxed{B}
+\boxed{B} is wrong
+\boxed{B} is not it
+I reject C
+I reject B.
+C. D. A.
+A. B. C. D.
+B. C.
+B) C)
+A B C D
+B. Or C.
+I doubt B.
+Maybe B.
+It could be B.
+B, probably
+B??
+B is out.
+I discard B.
+Everything points away from B
+The opposite of B.
+Answer: not B
+Answer: A, B
+Answer: B / C
+Answer: B & C
+Answer: B nor C
+Answer: B or D
+Answer: B C
+Answer: (B) or (C)
+Answer: B) or C)
+Answer: all but B
+Answer: A⏎Answer: B
+The answer is A. The answer is B.
+The answer is B? The answer is C.
+The answer is between B and C.
+If the answer is B, then C is wrong.
+I doubt that the answer is B.
+Nobody says that the answer is B.
+It is false that the answer is B.
+<answer>A</answer><answer>B</answer>
+<answer>B C</answer>
+<answer>B or C</answer>
+<answer>not B</answer>
+<answer>B, C</answer>
+<answer>B⏎C</answer>
+<answer>A) x⏎B) y</answer>
+#### A⏎#### B
+{"answer": "A or B"}
+{"answer": ["A", "B"]}
+Cevap: B değil
+Ответ: B или C
+答案是B或C
+答案:不是B
+정답: B 아님
+答えはB以外です
+"""
+NOT_WHOLE = r"""
+B - the cat
+B — the cat
+The correct answer is B, not A.
+The answer is not A but B.
+The answer is B, because A is wrong.
+The answer is B since A and C are wrong.
+The answer is A. No, the answer is B.
+There is no doubt that the answer is B
+Option B is right, option A is wrong
+选项B是正确的
+B because it is red
+Answer: B and not A
+The answer is B rather than A.
+答案是B，不是A。
+B选项正确
+Я выбираю B.
+\boxed{A} no, \boxed{B}
+Answer: B, because it is red
+Answer: B, a cat
+"""  # an option with more around it than its text: not read; a line each; ⏎ is a line break
 
 
 def forms(table: str) -> list[str]:
@@ -247,7 +328,7 @@ def test_an_answer_that_chooses_b(text):
     assert rewards["multiple_choice"](completions=[text] * 2, solution=["B", "A"]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("text", forms(NONE))
+@pytest.mark.parametrize("text", forms(NONE) + forms(NOT_WHOLE))
 def test_an_answer_that_chooses_nothing(text):
     assert choice(text) is None
     assert rewards["multiple_choice"](completions=[text] * 3, solution=["A", "B", "C"]) == [0.0] * 3
@@ -261,7 +342,7 @@ def test_an_answer_that_chooses_nothing(text):
         ("А кот", "АБВГ", None),
         ("الجواب: ب", "أبجد", "ب"),
         ("باب", "أبجد", None),
-        ("Вариант В верен.", "АБВГ", "В"),
+        ("Ответ: В.", "АБВГ", "В"),
         ("खाना", "कखगघ", None),
         ("答案是乙", "甲乙丙丁", "乙"),
         ("정답은 나입니다", "가나다라", "나"),

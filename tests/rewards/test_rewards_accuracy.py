@@ -1,185 +1,124 @@
-"""The accuracy reward: a table of answers as models write them, GSM8K's own solutions, hostile texts, threads."""
+"""The accuracy reward: labelled answers (answers.txt), GSM8K's own solutions, hostile texts, threads."""
 
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl.rewards import accuracy_reward
 
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.library import math_equality
-from grpo_ext.rewards.library.math_judgement import judge
-from support.answers import cases
+from grpo_ext.rewards.library.math_judgement import NO_ANSWER, judge
 
 accuracy = rewards["accuracy"]
-
-# reference: (answers that are right, answers that are wrong)
-# fmt: off
-NUMBERS = {
-    "72": (
-        ["72", "$72", "72$", r"\$72", "72.0", "72.00", "72.", "+72", "$72$", r"\(72\)", r"\[72\]", "**72**", "`72`",
-         "(72)", "€72"],
-        ["720", "7.2", "27", "-72", "72.5", "0.72", "172", "", "no idea", "seventy-three"],
-    ),
-    "72.0": (["72"], []),
-    "1234": (["1,234", "1{,}234"], []),
-    "1,234": (["1234"], []),
-    "1234.5": (["$1,234.50", "1,234.50"], []),
-    "$1234.50": (["$1,234.50"], []),
-    "1234567": (["1,234,567", r"1\,234\,567"], []),
-    "1.234": ([], ["1,234"]),
-    "234": ([], ["1,234"]),
-    "1": ([], ["1,234"]),
-    "34": ([], ["12,34", r"3\,4"]),
-    "1500": (["1.5e3"], []),
-    "1.5": ([], ["1.5e3"]),
-    "5000000": (["5 million"], []),
-    "5": ([], ["5 million", "$5k"]),
-    "0.5": ([".5"], []),
-    "-3": (["-3", "\u22123", "-$3", "$-3$"], ["3"]),
-    "3": ([], ["-3"]),
-    "10080": ([r"10,\!080"], []),
-    r"10,\!080": (["10080"], []),
-    "12000": ([r"12\,000", "12\u202f000"], []),
-    r"12\,000": (["12000"], []),
-    "15": (["=> 15", "→ 15", "A: 15", "A:15", "*15*", "_15_", "“15”", "'15'"], [": -15"]),
-    "-15": (["→ -15", ": -15"], []),
-}
-UNITS = {
-    "72": (
-        ["72 apples", "72apples", "$72 dollars", "72 cm^2", "72 m^{2}", r"72\text{ cm}", r"72\,\mathrm{kg}", "72kg",
-         "72 m"],
-        ["72x", "x + 72"],
-    ),
-    "60": (["60 miles per hour", "60 km/h"], []),
-    "90": (["90°", r"90^\circ"], []),
-    "3": (["3 m2 of cloth"], []),
-    "72 apples": (["72 apples"], []),
-    "2": ([], ["72 m^2", "2 hours and 30 minutes"]),
-    "30": ([], ["7:30"]),
-    "7": ([], ["7:30"]),
-}
-FRACTIONS_AND_PERCENTAGES = {
-    "0.75": (["3/4", r"$\frac{3}{4}$"], []),
-    "3/4": (["0.75", "6/8", r"\frac{3}{4}", r"\dfrac34", r"\frac{3}{4} cups"], ["4/3", r"-\frac{3}{4}"]),
-    "-3/4": ([r"-\frac{3}{4}"], []),
-    "1.5": (["1 1/2", r"1\frac{1}{2}"], []),
-    "3/2": (["1 1/2 cups"], []),
-    "-1.5": (["-1 1/2"], []),
-    "1/3": (["0.333333"], ["0.33"]),
-    "3": ([], ["3/4"]),
-    "4": ([], ["3/4", r"\frac{3}{4}"]),
-    "1": ([], ["1 1/2"]),
-    "1/2": ([], ["1 1/2"]),
-    "50": (["50%", r"50\%", "50 percent"], ["5%"]),
-    "50%": (["50", "50%", "0.5"], []),
-    "0.5": (["50%"], ["0.5%"]),
-    "50.5": ([], ["50%"]),
-    "12.5": ([r"12.5\%"], []),
-}
-FORMULAS = {
-    r"2\sqrt{3}": ([r"2\sqrt{3}", r"$\sqrt{12}$"], []),
-    "3": ([r"\log_2 8"], [r"2\sqrt{3}", "2**3"]),
-    "2": ([], [r"2\sqrt{3}", "10^2", "x_1 2"]),
-    r"\pi/2": ([r"\frac{\pi}{2}"], []),
-    "1 + 2x": (["2x + 1"], []),
-    "1": ([], ["2x + 1"]),
-    "(1,2)": (["(1, 2)"], ["(2, 1)"]),
-    "5": (["x = 5"], []),
-    "x=5": (["5"], []),
-    "100": (["10^2"], ["log 100"]),
-    "10": ([], ["10^2"]),
-    "72": (["9 * 8", r"9 \times 8"], []),
-    r"\log_2 8": (["3"], ["8"]),
-    "8": ([], [r"\log_2 8", "log_2 8", r"so we pay \log_2 8 dollars"]),
-    "16": ([], ["sqrt(16)", "√16", "f(16)"]),
-    "4": (["sqrt(16)"], []),
-    "15": ([], [r"x \to 15"]),
-}
-# Where the answer stands in a longer text; the first group is read as running text only, not as a marked answer.
-PLACES = {
-    "72": (
-        ["She has 48 + 24 = 72 clips.", "The answer is 72.", "The answer is $72 for 3 people.",
-         "The final answer is: 9 * 8 = 72", "48 and 24\nTotal:72", r"So $x = 5$ \quad 72", "#### 71 #### 72",
-         "So the answer is 72. I checked it 2 times.", "To answer this we add 48 and 24. That makes 72.",
-         "The answer to the question is 72", r"it is \boxed{72}", r"it is \boxed{72} and not 73",
-         r"first \boxed{71}, no: \boxed{72}", r"\boxed{\text{72 apples}}", "work\n#### 72",
-         "#### 2. Heading\nso we get 72", "<answer>72</answer>", "<answer>\n72\n</answer>",
-         "<answer>$72 dollars</answer> 73", r"<answer>\boxed{72}</answer>", "<answer>70</answer><answer>72</answer>",
-         "<answer>70<answer>72</answer></answer>", "* 72", "**Answer: 72**", "<think>maybe 71</think>72",
-         "<think>so far 71 <answer>72</answer>"],
-        ["48 of 72 is a part, so 24", "72 or 73", "The answer is 72 or 73", r"first \boxed{72}, no: \boxed{71}",
-         r"\boxed{72, 73}", r"\boxed{72 or 73}", "<answer>73</answer> 72", "72 <answer></answer>",
-         "<answer>72 or 73</answer>", "<answer>71 72 73</answer>", "<answer>71, 72, 73</answer>",
-         "<answer>72</answer><answer>70</answer>", "<think>72</think>", "<think>72</think><answer>71</answer>",
-         "<think><answer>72</answer></think>71", "<think>so far 72"],
-    ),
-    "24": (["48 of 72 is a part, so 24"], []),
-    "3": ([], ["The answer is $72 for 3 people.", "so the rest is 10-3"]),
-    "15": (
-        ["The answer is: 15", "The final answer is: $15.", "The answer is:15", "The answer is : 15",
-         "The answer is: **15**", "The answer is: **15** because 3 * 5 = 15", "**The answer is:** 15",
-         "**The answer is:** **15** apples", "The answer is: $15$", "The answer is:\n\n15\n\nCheck: 3 * 6 = 18",
-         "The answer is “15”", "The answer is, 15", "The answer is,15", "The answer is → 15", "The answer is *15*",
-         "The answer is _15_", "Answer -> 15", "The answer to part 2: 15", "The answer is 15, not 16.",
-         "<answer>The answer is: 15</answer>", "<answer>It is red, not blue, and costs 15</answer>"],
-        ["The answer is: -15"],
-    ),
-    "-15": (["The answer is: -15", "Answer -> -15"], []),
-    "1/2": (["The answer is: 1/2", r"The answer is: \frac{1}{2}", r"The answer is: $\frac{1}{2}$"], []),
-    "15%": (["The answer is: 15%"], []),
-    "1234": (["The answer is: 1,234", "work\n#### $1,234"], []),
-    "2": ([], ["The answer to part 2: 15", "So the answer is 72. I checked it 2 times.", "the total is (3+4)*2"]),
-    "16": ([], ["The answer is 15, not 16.", "It is 15, not 16."]),
-    "8": ([], [r"The answer is \log_2 8.", r"We pay \log_2 8 dollars."]),
-    "5": ([], [r"\boxed{5!}"]),
-    "48": ([], ["To answer this we add 48 and 24. That makes 72."]),
-    "73": (
-        [],
-        ["72 or 73", "The answer is 72 or maybe 73", "The answer is 72 and 73", "It is 72, or possibly 73.",
-         r"it is \boxed{72} and not 73", "<answer>72 or 73</answer>"],
-    ),
-    "7": (["so the rest is 10-3"], []),
-    "14": (["the total is (3+4)*2"], []),
-    "3/4": (
-        [r"Therefore $\frac{3}{4}$ of the cake is left.", r"Therefore \frac{3}{4} of the cake is left.",
-         r"\boxed{\frac{3}{4}}"],
-        [],
-    ),
-    "1234.5": ([r"\boxed{\$1,234.50}"], []),
-    "71": ([], [r"\boxed{72"]),
-    "18": (
-        ["<answer>Janet makes 18 dollars</answer>", "<answer>9 * 2 = 18 dollars</answer>",
-         "<answer>The answer is 18</answer>", "<answer>18 (dollars)</answer>", "<answer>18, I think</answer>"],
-        ["<answer>18 k</answer>", "<answer>not 18</answer>", "<answer>less than 18</answer>",
-         "<answer>18 or more</answer>", "<answer>18 to 20</answer>", "<answer>18 eggs * 2</answer>",
-         "<answer>20% of 90 is 18</answer>", r"<answer>18 \pm 1</answer>", "<answer>1/0</answer>"],
-    ),
-    "30": ([], ["<answer>2 hours 30 minutes</answer>"]),
-    "-18": (["<answer>- 18</answer>"], []),
-    r"\sqrt{2}": (["The answer is $\\sqrt{2}$."], []),
-}
-# fmt: on
-MARKED_TOO = cases(NUMBERS, UNITS, FRACTIONS_AND_PERCENTAGES, FORMULAS)
-TABLE = MARKED_TOO + cases(PLACES)
+LABELLED = Path(__file__).with_name("answers.txt")
+SCORES = {"+": 1.0, "-": 0.0, "~": 0.0, "0": None}
 
 
-@pytest.mark.parametrize(("text", "gold", "expected"), TABLE)
-def test_answers_as_written(text, gold, expected):
-    assert accuracy(completions=[text], solution=[gold]) == [expected]
+def labelled() -> dict[str, list[tuple[str, str, str, str]]]:
+    """Return (reference, question, text, sign) by kind."""
+    kinds: dict[str, list[tuple[str, str, str, str]]] = {}
+    for line in LABELLED.read_text(encoding="utf-8").splitlines():
+        sign, _, text = line.replace("⏎", "\n").partition(" ")
+        if sign == "#":
+            rows = kinds.setdefault(text, [])
+        elif sign == "=":
+            solution, question = text, ""
+        elif sign == "?":
+            question = text
+        elif sign:
+            rows.append((solution, question, text, sign))
+    return {kind: rows for kind, rows in kinds.items() if rows}
 
 
-@pytest.mark.parametrize(("text", "gold", "expected"), MARKED_TOO)
-def test_the_same_answers_marked(text, gold, expected):
-    marks = ("<answer>{}</answer>", r"\boxed{{{}}}", "<think>1 or 2</think>\n<answer>\n{}\n</answer>")
-    assert accuracy(completions=[mark.format(text) for mark in marks], solution=[gold] * 3) == [expected] * 3
+TABLE = labelled()
 
 
-@pytest.mark.parametrize(
-    "gold", [None, "", "72 apples, 3 pears", "7:30 pm", "7!", "max(7)", "an answer of " + "many " * 12 + "words"]
-)
-def test_an_unreadable_gold_is_none_and_never_zero(gold):
+@pytest.mark.parametrize("kind", TABLE)
+def test_labelled_answers(kind):
+    for solution, question, text, sign in TABLE[kind]:
+        found = judge(text, solution, prompt=question)
+        assert found.score == SCORES[sign], (solution, question, text, found)
+        assert sign != "~" or found.answer_parsed == NO_ANSWER, (solution, text, found)
+
+
+def test_an_answer_of_one_kind_is_worth_the_same_in_another_mark():
+    marks = (
+        "<answer>{}</answer>",
+        "<think>1 or 2</think>\n<answer>\n{}\n</answer>",
+        "<SOLUTION>{}</SOLUTION>",
+        "x\n#### {}",
+    )
+    boxed = [
+        (solution, text[7:-1], sign)
+        for solution, question, text, sign in TABLE["the whole of a mark"] + TABLE["decimal commas"]
+        if text.startswith(r"\boxed{") and text.endswith("}") and not question
+    ]
+    for solution, answer, sign in boxed[::3]:
+        for mark in marks if len(answer) > 2 and answer[0].isdigit() else marks[:3]:
+            found = judge(mark.format(answer), solution)
+            assert found.score == SCORES[sign], (solution, mark, answer, found)
+
+
+def test_there_are_many_labelled_answers_of_both_kinds():
+    signs = [sign for rows in TABLE.values() for *_, sign in rows]
+    assert signs.count("+") > 800
+    assert signs.count("-") > 1000
+    assert signs.count("~") < 40
+
+
+@pytest.mark.parametrize("gold", [None, ""])
+def test_a_gold_that_is_missing_is_none_and_never_zero(gold):
     assert accuracy(completions=["72", str(gold)], solution=[gold, gold]) == [None, None]
+
+
+@pytest.mark.parametrize("gold", ["72 apples, 3 pears", "7:30 pm", "max(7)", "an answer of " + "many " * 12 + "words"])
+def test_only_the_text_of_a_gold_without_a_value_is_right_and_nothing_else_is_judged(gold):
+    assert accuracy(["72", gold, rf"\boxed{{{gold}}}", f"<answer>{gold}</answer>"], [gold] * 4) == [
+        None,
+        1.0,
+        1.0,
+        1.0,
+    ]
+
+
+numbers = st.tuples(st.integers(0, 999), st.text("0123456789", min_size=1, max_size=2), st.sampled_from(["", "-"]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(numbers, numbers, st.sampled_from(["", " €", " kg"]), st.sampled_from(["\\boxed{{{}}}", "<answer>{}</answer>"]))
+def test_a_decimal_comma_and_a_decimal_point_are_one_number(first, second, unit, mark):
+    def written(number: tuple[int, str, str], sign: str) -> str:
+        return f"{number[2]}{number[0]}{sign}{number[1]}"
+
+    same = float(written(first, ".")) == float(written(second, "."))
+    for gold_sign, answer_sign in ((",", ","), (",", "."), (".", ","), (".", ".")):
+        gold = written(first, gold_sign) + unit
+        right, other = (mark.format(written(number, answer_sign) + unit) for number in (first, second))
+        assert accuracy([right, right.replace("}", "0}") if not unit else right, other], [gold] * 3)[0] == 1.0, (
+            gold,
+            right,
+        )
+        assert accuracy([other], [gold]) == [float(same)], (gold, other)
+
+
+def test_a_column_in_german_thousands():
+    golds = ["7.629", "1.234,56", "2.000.000", "3,5", "0,25"]
+    right = ["7629", "1234.56", "2000000", "3,5", "1/4"]
+    assert accuracy([rf"\boxed{{{text}}}" for text in right], golds, decimal_comma=True) == [1.0] * 5
+    assert accuracy([rf"\boxed{{{text}}}" for text in golds], golds, decimal_comma=True) == [1.0] * 5
+    assert accuracy([r"\boxed{7629}", r"\boxed{7.629}"], ["7.629"] * 2) == [0.0, 1.0]
+    assert accuracy(
+        [r"\boxed{7,629}", r"\boxed{3.5}", r"\boxed{7.630}"], ["7.629", "3,5", "7.629"], decimal_comma=True
+    ) == [
+        0.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_conversational_completions_and_ignored_columns():
@@ -261,7 +200,7 @@ def test_a_formula_that_takes_forever_is_given_up(formula, monkeypatch):
     logs = {"log_extra": logged.__setitem__, "log_metric": counted.__setitem__}
     assert accuracy([rf"\boxed{{{formula}}}", r"\boxed{72}"], ["72", "72"], **logs) == [0.0, 1.0]
     assert logged["answer_parsed"] == ["[time limit]", "72"]
-    assert counted == {"accuracy/out_of_time": 1}
+    assert counted == {"accuracy/out_of_time": 1, "accuracy/unread": 0.0}
 
 
 def test_perturbed_solutions_of_gsm8k_score_zero(gsm8k):
@@ -314,6 +253,95 @@ def test_words_letters_dollars_and_small_numbers(gold, right, wrong):
 def test_a_reference_that_took_too_long_once_is_read_again(monkeypatch):
     limited = math_equality._limited
     monkeypatch.setattr(math_equality, "_limited", lambda function: [])
-    assert judge(r"\boxed{3x+17}", "3x+17").score is None
+    assert judge(r"\boxed{17+3x}", "3x+17").score is None
     monkeypatch.setattr(math_equality, "_limited", limited)
-    assert judge(r"\boxed{3x+17}", "3x+17").score == 1
+    assert judge(r"\boxed{17+3x}", "3x+17").score == 1
+
+
+# An option with its value; references that are objects; where an answer may be read.
+
+
+@pytest.mark.parametrize("gold", ["B. 12", "B: 12", "(B): 12", "(b) 12", "Option B: 12", r"\text{(B) 12}", "(B) $12$"])
+def test_an_option_with_its_value_in_every_dress(gold):
+    right = ["B", "12", "(B)", "B. 12", "B) 12", r"\text{(B) 12}", r"\text{Option B}", "(b) 12"]
+    assert accuracy([*(rf"\boxed{{{text}}}" for text in right), "Answer: B) 12"], [gold] * 9) == [1.0] * 9
+    wrong = ["C", "13", "(C) 12", "(B) 13", "B or C", "not B", "Option C"]
+    assert accuracy([rf"\boxed{{{text}}}" for text in wrong], [gold] * 7) == [0.0] * 7
+
+
+@pytest.mark.parametrize(
+    ("gold", "score"),
+    [({"ground_truth": "12", "style": "rule"}, 1), ({"answer": 12}, 1), ({"a": 1, "b": 12}, None), (["12"], 1),
+     (["12", "13"], None), ([], None), (12, 1), (12.0, 1), ("", None), ({}, None), ('{"answer": ', None)],
+)  # fmt: skip
+def test_references_that_are_no_strings(gold, score):
+    assert accuracy([r"\boxed{12}"], [gold]) == [score]
+    assert accuracy([r"\boxed{13}"], [gold]) == [None if score is None else 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ('The sum:\n```json\n{"reasoning": "3 + 4", "answer": "12"}\n```', "12"),
+        ('{"answer": "\\\\frac{1}{2}"}', "1/2"),
+        ('{"reply": {"answer": ["12"]}}', "12"),
+        ('{"a": 12, "b": 13}', None),
+        ("<b>3</b> and\n<final_answer>12</final_answer>.", "12"),
+        ("<reasoning>12</reasoning>", None),
+        (r"\boxed{13} <SOLUTION>\boxed{12}</SOLUTION>", "12"),
+        ("<out>It takes 3 hours.\nSo they need 12 hours.</out>", None),
+    ],
+)
+def test_where_an_answer_is_found(text, read):
+    """None: the answer is not the content of a mark."""
+    found = judge(text, "12").answer_parsed.removesuffix(" hour")
+    assert found == read if read else judge(text, "12", "tag").answer_parsed == NO_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("where", "paid"),
+    [("auto", "tag"), ("tag", "tag"), ("boxed", "boxed"), ("hash", "hash"), ("last", "sentence")],
+)
+def test_the_answer_is_read_where_it_was_asked_for(where, paid):
+    text = "\\boxed{2}\n<answer>1</answer>\n#### 3\nThe total is 4."
+    golds = {"tag": "1", "boxed": "2", "hash": "3", "sentence": "4"}
+    found = accuracy([text] * 4, list(golds.values()), read=where)
+    assert {name for name, value in zip(golds, found, strict=True) if value} == {paid}
+    assert accuracy(["so x = 72"], ["72"], read=where) == [1.0 if where in ("auto", "last") else 0.0]
+
+
+def test_what_was_cut_off_before_a_mark_is_not_scored():
+    texts = ["it is 72", r"\boxed{72}", r"\boxed{71}", "it is 72", "<think>72"]
+    ids = [[0] * length for length in (8, 8, 8, 7, 8)]
+    assert accuracy(texts, ["72"] * 5, ids, max_length=8) == [None, 1.0, 0.0, 1.0, None]
+    assert accuracy(texts, ["72"] * 5, ids) == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert accuracy(texts, ["72"] * 5, max_length=8) == [1.0, 1.0, 0.0, 1.0, 0.0]  # a file says nothing of ids
+
+
+def test_what_was_read_is_logged_beside_the_completions_and_what_was_not_is_counted():
+    logged, counted = {}, {}
+    texts = [r"\boxed{x = 50\%}", "I count 2", "5 cm", r"\boxed{7 bn}"]
+    accuracy(texts, ["50%", "2", "5", "7!!"], log_extra=logged.__setitem__, log_metric=counted.__setitem__)
+    assert logged == {
+        "solution": ["50%", "2", "5", "7!!"],
+        "gold_parsed": ["50%", "2", "5", "7!!"],
+        "answer_parsed": ["x = 50%", NO_ANSWER, "5 cm", "7*1000000000"],
+    }
+    assert counted == {"accuracy/unread": 0.25}
+
+
+# What TRL judges alike, and where it pays what it should not: a right side for an equation with more on the left,
+# equations without a solution, a difference below six decimals, another base, a factor taken for a unit.
+
+
+def test_trl_pays_what_accuracy_does_not():
+    for solution, _, text, _ in TABLE["what TRL pays"]:
+        assert accuracy_reward([[{"role": "assistant", "content": text}]], [f"${solution}$"]) == [1.0], (
+            solution,
+            text,
+        )
+
+
+@pytest.mark.parametrize(("answer", "gold"), [("2x=10", "x=5"), ("2x+3=13", "x=5"), ("2x+1>7", "x>3")])
+def test_a_problem_is_not_its_solution(answer, gold):
+    assert accuracy(completions=[rf"\boxed{{{answer}}}"], solution=[gold]) == [0.0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.library.answers import choice, final_answer
+from grpo_ext.rewards.library.answers import choice
 
 cosine_length, length_penalty = rewards["cosine_length"], rewards["length_penalty"]
 language_consistency = rewards["language_consistency"]
@@ -150,10 +150,10 @@ def test_exact_match_by_hand(text, gold, options, expected):
         ("B", "B"), ("b", "B"), ("(B)", "B"), ("(b)", "B"), ("[B]", "B"), ("B.", "B"), ("B:", "B"), ("**B**", "B"),
         ("$B$", "B"), ("B) the cat", "B"), ("(B) the cat", "B"), ("B. the cat", "B"), ("**B.** the cat", "B"),
         (r"\boxed{B}", "B"), (r"\boxed{(B)}", "B"), (r"\boxed{\text{B}}", "B"), (r"\boxed{B) the cat}", "B"),
-        (r"So $\boxed{\textbf{(B)}}$.", "B"), (r"A or C? \boxed{B}", "B"), (r"\boxed{A} no, \boxed{B}", "B"),
+        (r"So $\boxed{\textbf{(B)}}$.", "B"), (r"A or C? \boxed{B}", "B"), (r"\boxed{A} no, \boxed{B}", None),
         ("Answer: B", "B"), ("answer: (b)", "B"), ("**Answer:** B", "B"), ("**Answer: B**", "B"), ("Answer = B", "B"),
         ("The answer is B.", "B"), ("The correct answer is (B) the cat.", "B"), ("I choose option B", "B"),
-        ("The answer is A. No, the answer is B.", "B"), ("Final choice: **(B)**", "B"),
+        ("The answer is A. No, the answer is B.", None), ("Final choice: **(B)**", "B"),
         (r"The answer is \text{B}", "B"),
         ("First we think.\nA is wrong.\nB", "B"), ("It is warm.\n(B)", "B"), ("text\nB) the cat", "B"),
         ("<think>A</think>\nB", "B"), ("<think>Answer: A</think><answer>B</answer>", "B"),
@@ -162,12 +162,12 @@ def test_exact_match_by_hand(text, gold, options, expected):
         ("cat", None), ("Because", None),
         ("A and B", None), ("A, B", None), ("(A) or (B)", None), ("A/B", None), ("Answer: A and B", None),
         ("Answer: A, C", None), (r"\boxed{A, B}", None), (r"\boxed{7}", None), ("The answer is a cat", None),
-        ("The answer is Bob", None), ("B's", None), ("AB", None), ("Answer: B, because it is red", "B"),
-        ("Answer: B, a cat", "B"), ("Answer: a, (b)", None), ("the answer is a", "A"), ("Answer: a) cat", "A"),
+        ("The answer is Bob", None), ("B's", None), ("AB", None), ("Answer: B, because it is red", None),
+        ("Answer: B, a cat", None), ("Answer: a, (b)", None), ("the answer is a", "A"), ("Answer: a) cat", "A"),
     ],
 )  # fmt: skip
 def test_letters_by_hand(text, letter):
-    assert choice(final_answer(text)) == letter
+    assert choice(text) == letter
     assert multiple_choice(completions=[text] * 2, solution=["B", "(b)"]) == [float(letter == "B")] * 2
 
 

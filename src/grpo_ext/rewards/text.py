@@ -2,6 +2,7 @@
 
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -19,6 +20,19 @@ END_TOKEN = re.compile(
 """A special token that ends a turn, as <|im_end|>, in text that was saved with it."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(rf"{_BOX.pattern}|\\[{{}}]|[{{}}]")
+
+
+_EMPTY_LATEX = re.compile(
+    r"\\(?:[,;:!> ]|q?quad(?![A-Za-z])|(?:h|v)?phantom\s*\{[^{}]*\}|[hv]space\*?\s*\{[^{}]*\}"
+    r"|(?:text|math|boxed|mbox)\w*(?=\s*\{[^\w{}]*\}))|[{}$~]"
+)
+_BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
+"""Characters of other categories that show nothing: fillers, joiners, the empty Braille cell."""
+
+
+def has_content(text: str) -> bool:
+    """Return whether a text shows something: a letter, number, sign or punctuation, no mere space or empty LaTeX."""
+    return any(unicodedata.category(c)[0] in "LNPS" and c not in _BLANK for c in _EMPTY_LATEX.sub("", text))
 
 
 def completion_text(completion: Completion) -> str:

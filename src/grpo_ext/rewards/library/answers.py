@@ -71,7 +71,7 @@ def multiple_choice(
 ) -> list[float | None]:
     r"""1.0 where the answer's letter is `solution`'s, else 0.0; None where `solution` is not a single letter.
 
-    Details: `choices.choice`. Two letters ("A and B", "B (or C)"), a denial and an answer without a letter are wrong.
+    Details: `choices.choice`. A mark is read whole; several letters, a denial and no letter are wrong.
 
     Raises:
         ValueError: choices are not distinct letters.
@@ -80,7 +80,7 @@ def multiple_choice(
         raise OptionError("choices", choices, "not distinct letters", "Write them like ABCD.")
     golds = [choice(str(gold or ""), choices) for gold in solution]
     return [
-        None if gold is None else float(choice(final_answer(completion_text(completion)), choices) == gold)
+        None if gold is None else float(choice(completion_text(completion), choices) == gold)
         for completion, gold in zip(completions, golds, strict=True)
     ]
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.library.math_judgement import OUT_OF_TIME, judge
+from grpo_ext.rewards.library.math_judgement import NO_ANSWER, OUT_OF_TIME, judge
 from grpo_ext.rewards.library.math_marks import PLACES
 from grpo_ext.rewards.protocol import OptionError, rewards
-from grpo_ext.rewards.text import TAGS, Completion, boxed, boxes_are_whole, completion_text
+from grpo_ext.rewards.text import TAGS, Completion, boxed, boxes_are_whole, completion_text, has_content
 
 FORMAT_STYLES = ("think_answer", "think_answer_inline", "think", "answer", "boxed")
 # The tags with the newlines around them in the layout of think_answer; the outer edges of the text have none.
@@ -33,18 +33,18 @@ def matches_format(text: str, style: str) -> bool:
         ValueError: unknown style.
     """
     if style == "boxed":
-        return bool(boxed(text)) and boxes_are_whole(text)
+        return has_content(boxed(text) or "") and boxes_are_whole(text)
     if style not in FORMAT_STYLES:
         raise OptionError("style", style, "not a format", did_you_mean(str(style), FORMAT_STYLES))
     tags = {"think": TAGS[:2], "answer": TAGS[2:]}.get(style, TAGS)
     parts = re.split(f"({'|'.join(tags)})", text)
     outside, inside = parts[::4], parts[2::4]
-    if tuple(parts[1::2]) != tags or not all(map(str.strip, inside)):
+    if tuple(parts[1::2]) != tags or not all(map(has_content, inside)):
         return False
     if style == "answer":
         return not outside[1].strip()
     if style == "think":
-        return not outside[0].strip() and outside[1].strip() != ""
+        return not outside[0].strip() and has_content(outside[1])
     if style == "think_answer_inline":
         return not "".join(outside).strip()
     lines = all(content[0] == content[-1] == "\n" for content in inside)
@@ -111,18 +111,22 @@ def accuracy(
     read: str = "auto",
     max_length: int | None = None,
     copied_formulas: bool = False,
+    decimal_comma: bool = False,
     **_: object,
 ) -> list[float | None]:
-    r"""1.0 where the final answer equals `solution` by math-verify, else 0.0; None where `solution` is unreadable.
+    r"""1.0 where the final answer equals `solution` by math-verify, else 0.0; None where `solution` cannot tell.
 
-    The final answer is `<answer>...</answer>` if present, then the last \boxed{...}, then `#### N` on the last line,
-    then what follows "answer is", then the last number or formula; `read` (tag, boxed, hash, last) admits only one
-    of them. A marked answer that holds several different values is wrong, and so are answers found only inside the
-    reasoning. An equation matches an equation that it is a multiple of, `x = 5` matches 5, and a list is compared
-    as a whole. Details: `math_answers.read_answer`, `math_equality.equal`. A completion of `max_length` tokens, which
-    was cut off, is None where it has no mark. One that repeats the question's own calculation is 0, and so is one that
-    repeats its formula, unless `copied_formulas` (see `math_copies.copied`). Logs `solution`, `gold_parsed` and
-    `answer_parsed` beside the completions.
+    The final answer is what a mark holds: `<answer>...</answer>`, then \boxed{...}, then a line `#### N`, then what
+    follows "answer is"; or else the whole text, or a last sentence that ends with "is N" or "= N". `read` (tag, boxed,
+    hash, last) admits only one of them. A mark is read whole or not at all, and several values, a denial and answers
+    inside the reasoning are no answer. An equation matches an equation that it is a multiple of, `x = 5` matches 5,
+    and a list is compared as a whole. An answer that repeats the text of `solution` is right; where its value cannot
+    be read, any other is None. Details: `math_marks.find`, `math_values.read`, `math_equality.equal`.
+
+    A completion of `max_length` tokens, which was cut off, is None where it has no mark. One that repeats the
+    question's own calculation is 0, and so is one that repeats its formula, unless `copied_formulas` (see
+    `math_copies.copied`). `decimal_comma`: numbers in `solution` and answers are written 7.629,5. Logs `solution`,
+    `gold_parsed` and `answer_parsed` beside the completions, and the share without an answer that could be read.
 
     Raises:
         ValueError: unknown `read`, or max_length < 1.
@@ -140,6 +144,7 @@ def accuracy(
             prompt,
             cut=max_length is not None and length >= max_length,
             copied_formulas=copied_formulas,
+            decimal_comma=decimal_comma,
         )
         for text, gold, length, prompt in zip(
             completions, solution, lengths, prompts or [""] * len(completions), strict=True
@@ -149,6 +154,8 @@ def accuracy(
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [judgement.gold_parsed for judgement in judged])
         log_extra("answer_parsed", [judgement.answer_parsed for judgement in judged])
+    if log_metric and judged:
+        log_metric("accuracy/unread", sum(found.answer_parsed == NO_ANSWER for found in judged) / len(judged))
     if log_metric and (late := sum(judgement.answer_parsed == OUT_OF_TIME for judgement in judged)):
         log_metric("accuracy/out_of_time", late)
     return [judgement.score for judgement in judged]

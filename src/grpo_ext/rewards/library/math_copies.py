@@ -50,5 +50,5 @@ def _numbers(formula: str) -> list[float]:
 
 def _shape(formula: str) -> str:
     """Return what joins the numbers of a formula: "" for a number or a list, "/" for a fraction, "+^" for 2+3^2."""
-    joined = _NUMBER.sub("1", _FRACTION.sub(r"\1/\2", formula))
+    joined = re.sub(r" +(?=[-+])", "", _NUMBER.sub("1", _FRACTION.sub(r"\1/\2", formula)))
     return re.sub(r"(?:^|(?<=[(\[{,;$\s]))[-+](?=1)|[\s${}(\[\])\\,;]|1", "", joined)

@@ -25,29 +25,39 @@ _SYMBOL = re.compile(
 # A letter that denotes a number, unlike the article in "a day", "a 5" and the end of "today's".
 _UNKNOWN = re.compile(rf"(?<![A-Za-z\\'\u2019])(?!a (?:[a-z]{{2}}|\d)|I [a-z]{{2}})(?:{_LETTER}|{PRODUCT})|{_GREEK}")
 _UNIT_LETTER = re.compile(r"(?<=\d)\s*[mgshLl](?![A-Za-z])")
-_LEAD = re.compile(r"\A(?:[\s:;,!?*_#\"'“”„«»\u2018\u2019—]|[A-Za-z]+:)*")  # marks and a label, not part of a value
+_LEAD = re.compile(
+    r"\A(?:[\s:;,!?*_#\"'“”„«»\u2018\u2019—]|[A-Za-z]+:|(?:so|thus|hence|therefore)\b)*"
+)  # marks and a label, not part of a value
 _WORD = rf"(?<![A-Za-z\\])(?!{PRODUCT})[A-Za-z]{{2,}}"
 _PROSE = re.compile(
     rf"\A.*{_WORD}(?:['\u2019][a-z]+)?[:,]?\s+(?![-+*/^=)])", re.DOTALL
 )  # up to the formula at the end
+_CONNECTED = re.compile(
+    r"\A(?:.*(?<!\w))?(?:so|then|thus|hence|therefore|and|get|have|gives|that|where|with),?\s+",
+    re.DOTALL | re.IGNORECASE,
+)  # up to the symbol at the end
+_NAME = re.compile(r"[A-Za-z][a-z]{2,30}|m?\s*\\(?:angle|triangle)\s*[A-Z]{3}")
+_NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?")
 _NEXT_EQUATION = re.compile(rf"[\d)}}]\s+{_ONE}\s*\Z")  # the "3 b" of a = 3 b = 5
 _PLAIN = re.compile(r"(?:[A-Za-z ]+[:=])?[-+\s\d./]*\d[\s\d./]*[A-Za-z ]*")  # "3", "Tom: 3", "x = 5 cm"
 
 Sides = tuple[str, str]
 
 
-def concluded(text: str) -> Sides:
+def concluded(text: str, *, prose: bool = False) -> Sides:
     """Return the symbol and the value of `x = 5` or `x = 1 or x = 2`; ("", right side) after a label or a calculation.
 
     ("", text) where an equation or a list of them stays whole: `EQUALS` still finds its sign. The last
-    step of a calculation, or of a solution for one symbol, counts.
+    step of a calculation, or of a solution for one symbol, counts. With `prose` a sentence may stand before it.
     """
     text = _LEAD.sub("", text.rpartition(IMPLIES)[2]).strip()
     items = items_of(text)
     equations = [item for item in items if EQUALS.search(item)]
     if not equations:
         return "", text
-    sides = [_sides(equation) for equation in equations]
+    if not prose and any(re.search(_WORD, item) for item in items if item not in equations):
+        return "", text  # "none, or x = 5"
+    sides = [_sides(equation, prose) for equation in equations]
     last = sides[-1]
     if last is None or _is_list(items, equations, sides, last[0]):
         return "", ", ".join(items)
@@ -76,11 +86,19 @@ def _are_solutions(items: list[str], sides: list[Sides | None]) -> bool:
     return not words and len(sides) == len(items) and all(side and side[0] for side in sides)
 
 
-def _sides(equation: str) -> Sides | None:
+def _sides(equation: str, prose: bool = False) -> Sides | None:
     """Return the symbol and the right side of an equation that is solved for one quantity, None for any other."""
     left, *between, right = EQUALS.split(equation)
-    left = _LEAD.sub("", _PROSE.sub("", _LEAD.sub("", left))).strip()
+    left = _LEAD.sub("", left).strip()
+    if prose:
+        left = _LEAD.sub("", (_PROSE if re.search(r"\d", left) else _CONNECTED).sub("", left)).strip()
     right = _LEAD.sub("", right).strip()
+    if _NAME.fullmatch(left):
+        return "", right  # Total = 5
+    if any(word != word.upper() for word in re.findall(_WORD, left)) and not _SYMBOL.fullmatch(left):
+        return None  # prose
+    if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right) and float(left) != float(right):
+        return None  # 41 = 40
     if any(_NEXT_EQUATION.search(side) for side in between):
         return None
     if _SYMBOL.fullmatch(left):

@@ -1,62 +1,209 @@
-r"""Find the answer in a completion: by end token, reasoning, tags, JSON, boxes, `####`."""
+r"""Find the final answer of a completion: in a tag, a box, after `####`, after "answer is", or as its whole text.
+
+The first kind of mark that occurs decides. Several marks of it with different contents are no answer, nor is a denied
+one.
+"""
+
+# ruff: noqa: RUF001  letters of other scripts
 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from grpo_ext.rewards.library.math_languages import ascii_signs
-from grpo_ext.rewards.text import END_TOKEN, answer_block, boxes
+from grpo_ext.rewards.library.math_notation import ascii_signs, tidy
+from grpo_ext.rewards.text import END_TOKEN, boxes
 
 PLACES = ("auto", "tag", "boxed", "hash", "last")
 """Places where an answer may be read; `auto` takes the first of the others that exists."""
 
-_OPENING = re.compile(rf"\A(?:\s*(?:{END_TOKEN.pattern}))+")
-_HASHED = re.compile(r"\d|\\[A-Za-z]")
-_MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}|\\q?quad(?![A-Za-z])|\\[()\[\],;:! ]|[$&]")
-# Text between boxes that form one answer: a separator, up to four words and "and", the name of the next.
-_JOINS = re.compile(
-    r"(?!.*\b(?:no|not|wait|actually|instead|then|hence|so)\b)[,;]?\s*(?:(?:[A-Za-z()]+\s+){0,4}(?:and|or))?[,:]?"
-    r"\s*(?:[A-Za-z]\w*(?:_\{\w+\})?\s*=)?",
+# A language a row: how it names an answer | what follows | what closes the sentence | how it denies.
+_ROWS = """
+answers? ans\\. ans | is are was equals | | not never no nor none neither cannot \\w+n['’]t wrong incorrect false
+答案 正解 解答 回答 答え 答 选择 选项 选 | 是 为 為 等于 は | です | 不 没 非 错
+정답 답 | 은 는 | 입니다 이다 | 아니
+ответ відповідь отговор | это это\\s+число равен | | не нет невер\\w* неправ\\w*
+respuesta resposta risposta alternativa | es é è | | no não non nunca
+réponse reponse | est | | pas
+antwort antwoord svar svaret lösung | ist lautet beträgt is är | | nicht kein\\w* niet geen inte
+odpowiedź odpoveď odpověď | jest je | | nie není
+cevap yanıt | | dir dır dür dur tir tır | değil
+الإجابة إجابة الجواب جواب الخيار پاسخ | هي هو است | | ليس ليست
+उत्तर উত্তর | | है | नहीं
+đáp\\s+án chọn | là | | không
+คำตอบ | คือ | | ไม่
+jawaban jawabannya | adalah ialah | | bukan tidak
+απάντηση | είναι | | δεν
+התשובה תשובה | היא הוא | | לא אינה אינו
+vastaus răspuns răspunsul | on este | | ei nu
+"""
+_WORDS, _COPULAS, _CLOSINGS, _DENIALS = (
+    sorted({word for row in _ROWS.strip().splitlines() for word in row.split("|")[column].split()}, reverse=True)
+    for column in range(4)
+)
+
+
+def _one_of(words: list[str]) -> str:
+    """Return a pattern for one of the words; letters beside a word count only in scripts that space words."""
+    return "|".join(word if "\u0e00" <= word[0] <= "\uffff" else rf"(?<!\w)(?:{word})(?!\w)" for word in words)
+
+
+_SAID = re.compile(
+    rf"(?:{_one_of(_WORDS)})(?:(?P<gap>[^\d\n:：=—.。,，;]{{0,40}}?)(?:(?P<is>{_one_of(_COPULAS)})\s*[:：]?|=>|[:：=—–→]|\s-\s|->)"
+    r"|[\s*_]*(?=[\"'“(]*(?:[-\d\\$(]|[^\W\d_](?=\W*(?:\n|\Z)|[).:,]|['’]))))",
     re.IGNORECASE,
 )
-_MOST_BOXES = 50
-_LAST_TAG = re.compile(r"</([A-Za-z][\w-]{0,30})>[\s.`]*\Z")
-_REASONING = re.compile(r"think|thought|reason|scratch|analysis|reflect", re.IGNORECASE)
+_CLOSED = re.compile(rf"\s*['’]?(?:{'|'.join(_CLOSINGS)})[.。]?\Z")
+DENIAL = re.compile(_one_of(_DENIALS), re.IGNORECASE)
+_DISPLAY = re.compile(r"\A(?:\\\[|\$\$)(.*?)(?:\\\]|\$\$)", re.DOTALL)
+_OPENED = re.compile(r"\A[\s:：]*(?:[*_]+\s+)?")
+_LEAD = re.compile(
+    r"(?:(?:so|thus|hence|therefore|then|and|the|my|our|its?|final|correct|right|required|desired|exact|numeric(?:al)?"
+    r"|we|i|can|conclude|find|get|see|know|have|that|this|gives|option|choice)(?!\w)[\W_]*)*",
+    re.IGNORECASE,
+)
+_FOREIGN_LEAD = re.compile(r"(?:[^\s\d]+\s*){0,3}")
+_SENTENCE = re.compile(
+    r"(?<=[.!])\s+(?!(?:or|no|not|wait|but|actually)\b)(?!(?:Or|No|Not|Wait|But|Actually)\b)|\n|(?<=[。！])|(?<=\?)\s+(?=[A-Z](?!o\b))"
+)
+_CLAUSE = re.compile(r"[,;:，；：]")
+_OPENING = re.compile(rf"\A(?:\s*(?:{END_TOKEN.pattern}))+")
+_REASONED = re.compile(r"</(?:think|thought|reason|scratch|analysis|reflect)\w{0,20}>", re.IGNORECASE)
+_REASONS = re.compile(r"<(?:think|thought|reason|scratch|analysis|reflect)\w{0,20}>", re.IGNORECASE)
+_TAG = re.compile(r"</?([A-Za-z][\w-]{0,30})(?: [^<>\n]{0,60})?>")
+_INLINE = frozenset(["b", "i", "u", "em", "strong", "code", "sup", "sub", "br", "p"])
 _OBJECT = re.compile(r'\{\s*"')
-_LONGEST = 200
-"""Characters of an answer in a tag that is not `<answer>`: longer ones are running text."""
+_HASHED = re.compile(r"^[ \t]*####(?!#)(.*)$", re.MULTILINE)
+_JOIN = re.compile(r"[,;]?(?:and|or)?,?(?:[A-Za-z]\w*(?:_\{\w+\})?=)?", re.IGNORECASE)
+_MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}|\\q?quad(?![A-Za-z])|\\[()\[\],;:! ]|[$&\s]")
+_TOUCHED_BEFORE = re.compile(
+    r"(?:(?<=[\w}\)\]$])[ $]*[-+*/^]|(?<![^\s$=])[-−√]|\\(?:cdot|times|pm|sqrt|frac|neg|ne)|[\d√^])[\s$]*\Z"
+)
+_TOUCHED_AFTER = re.compile(r"\s*(?:[\^!*/+\d]|-\s*\d|\\(?:cdot|times|pm|frac)(?![A-Za-z]))")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?=\s*\{)")
+_VALUE_LINE = re.compile(r"(?!\d+[.)] +[A-Za-z])(?:[^A-Za-z]*\d|\\[A-Za-z]|[A-Za-z]\w* *=|\W*[A-Z]\W*\Z)")
+_LONGEST, _MOST_MARKS = 200, 50
+_TAIL = 4000
+"""Characters at the end of a text in which "answer is" is a mark."""
 _KEYS = ("answer", "final_answer", "ground_truth", "solution", "result", "target", "value", "label")
 
 
+@dataclass(frozen=True)
+class Found:
+    """Contents of the marks of one kind, in order; `joined`: they may be one list; `marked`: not the whole text;
+    `sentence`: a content may be a sentence that ends with the answer.
+    """
+
+    contents: tuple[str, ...]
+    joined: bool = False
+    marked: bool = True
+    sentence: bool = False
+
+
+NOTHING = Found(())
+"""A mark that is denied, or not whole."""
+
+
 def answer_part(text: str) -> str:
-    """Return the part of a completion before an end token and after the last `</think>`."""
+    """Return the part of a completion before an end token and after its reasoning."""
     text = _OPENING.sub("", text)  # end tokens of a template
     end = END_TOKEN.search(text)
-    return ascii_signs(text[: end.start() if end else len(text)].rpartition("</think>")[2])
+    text = text[: end.start() if end else len(text)]
+    return ascii_signs(_REASONED.split(text)[-1])
 
 
-def marked(text: str, where: str = "auto") -> str | None:
-    """Return the marked answer in an `answer_part`, or None; `where` may admit only one kind of mark."""
-    block = answer_block(text) if where in ("auto", "tag") else None
-    if block is None and where in ("auto", "tag"):
-        block = _tagged(text)
-    if block is not None:
-        return _boxed(block) or _hashed(block) or _in_json(block) or block
-    if where in ("auto", "boxed") and (box := _boxed(text)) is not None:
-        return box
-    hashed = _hashed(text) if where in ("auto", "hash") else None
-    return _in_json(text) if hashed is None and where == "auto" else hashed
-
-
-def _tagged(text: str) -> str | None:
-    """Return the short content of a tag of any name at the end of the text: `<SOLUTION>12</SOLUTION>`."""
-    closed = _LAST_TAG.search(text, max(0, text.rfind("</")))
-    if not closed or _REASONING.match(closed[1]):
+def find(text: str, where: str = "auto") -> Found | None:
+    """Return the contents of the marks of an `answer_part`, or None; `where` may admit only one kind."""
+    if where in ("auto", "tag") and (found := _tagged(text)) is not None:
+        return found
+    if where in ("auto", "boxed") and (found := _boxed(text)) is not None:
+        return found
+    if where in ("auto", "hash") and (found := _hashed(text)) is not None:
+        return found
+    if where == "auto" and (content := _in_json(text)) is not None:
+        return Found((content,))
+    if _REASONS.search(text) or where not in ("auto", "last"):
         return None
-    opened = text.rfind(f"<{closed[1]}>", 0, closed.start())
-    content = text[opened + len(closed[1]) + 2 : closed.start()].strip()
-    return content if opened >= 0 and len(content) <= _LONGEST and "\n" not in content else None
+    return (_said(text) if where == "auto" else None) or _unmarked(text)
+
+
+def _tagged(text: str) -> Found | None:
+    """Return the contents of `<answer>`, or of a short tag of any other name at the end: `<SOLUTION>12</SOLUTION>`."""
+    answers: list[str] = []
+    opened, last, end = None, None, 0
+    for tag in _TAG.finditer(text):
+        if tag[1].lower() in _INLINE:
+            continue
+        if not tag[0].startswith("</"):
+            opened = tag
+            continue
+        last, end = None, tag.end()
+        if opened and opened[1] == tag[1]:
+            content = text[opened.end() : tag.start()].strip()
+            if tag[1].lower() == "answer":
+                answers.append(content)
+            elif not _REASONED.match(tag[0]) and len(content) <= _LONGEST and "\n" not in content:
+                last = content
+        opened = None
+    if not answers and last is not None and not text[end:].strip(" \t\n.`"):
+        answers = [last]
+    return Found(tuple(map(_within, dict.fromkeys(answers)))) if answers else None
+
+
+def _within(content: str) -> str:
+    """Return the content of a tag, or of the one mark in it beside which it has no number."""
+    if (value := _in_json(content)) is not None:
+        return value
+    found = _boxed(content) or _hashed(content) or _said(content)
+    if found is None:
+        return content
+    rest = content
+    for part in found.contents:
+        rest = rest.replace(part, "") if part else rest
+    return (
+        "" if re.search(r"\d", rest) or not (found.joined or len(found.contents) == 1) else ", ".join(found.contents)
+    )
+
+
+def _boxed(text: str) -> Found | None:
+    r"""Return the contents of the boxes: one list if only separators, "and" or "or" stand between them."""
+    outer: list[tuple[int, int]] = []
+    for start, end in boxes(text):
+        if not outer or start > outer[-1][1]:
+            outer.append((start, end))
+        elif tidy(text[start:end]) != tidy(_BOX.sub("", text[slice(*outer[-1])])).strip("{}"):
+            return NOTHING  # a box beside other things in a box
+    if not outer:
+        return None
+    outer = outer[-_MOST_MARKS:]
+    contents = [_box(text, start, end) for start, end in outer]
+    between = [text[end + 1 : text.rfind("\\", 0, start)] for (_, end), (start, _) in pairwise(outer)]
+    joined = all(len(part) <= 70 and _JOIN.fullmatch(_MARKUP.sub(r"\1", part)) for part in between)
+    return NOTHING if None in contents else Found(tuple(dict.fromkeys(filter(None, contents))), joined)
+
+
+def _box(text: str, start: int, end: int) -> str | None:
+    """Return the content of a box, or None if its sentence denies it or a formula goes on beside it."""
+    opening = text.rfind("\\", 0, start)
+    before = _SENTENCE.split(text[max(0, opening - _LONGEST) : opening])[-1]
+    after = _SENTENCE.split(text[end + 1 : end + 1 + _LONGEST])[0]
+    denied = DENIAL.search(_CLAUSE.split(before)[-1]) or DENIAL.search(after)
+    if denied or _TOUCHED_BEFORE.search(before) or _TOUCHED_AFTER.match(after):
+        return None
+    return _BOX.sub("", text[start:end]).strip() + ("%" if re.match(r"[\s$]*\\?%", after) else "")
+
+
+def _hashed(text: str) -> Found | None:
+    """Return the contents of the lines that begin with `####`; words count at the end only, elsewhere are headings."""
+    lines = [line[1].strip() for line in _HASHED.finditer(text)][-_MOST_MARKS:]
+    if not lines:
+        return None
+    values = [line for line in lines if _VALUE_LINE.match(line)]
+    if text.rstrip().rpartition("\n")[2].lstrip().startswith("####"):
+        values.append(lines[-1])
+    return Found(tuple(dict.fromkeys(values))) if values else None
 
 
 def _in_json(text: str) -> str | None:
@@ -79,20 +226,28 @@ def answer_of(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _boxed(text: str) -> str | None:
-    r"""Return the content of the last box, preceded by boxes that join it to one answer: `\boxed{1} and \boxed{2}`."""
-    spans = boxes(text)[-_MOST_BOXES:]
-    if not spans:
-        return None
-    parts = [text[slice(*spans[-1])].strip()]
-    for (first, end), (start, _) in zip(spans[-2::-1], spans[:0:-1], strict=True):
-        between = text[end + 1 : text.rfind("\\", 0, start)]
-        if end >= start or len(between) > 70 or not _JOINS.fullmatch(_MARKUP.sub(r" \1 ", between).strip()):
-            break
-        parts.insert(0, text[first:end].strip())
-    return ", ".join(dict.fromkeys(parts))
+def _said(text: str) -> Found | None:
+    """Return what the sentences after "answer is" hold, "" for a denied one, in any language of the table."""
+    contents, text = [], text[-_TAIL:]
+    for said in list(_SAID.finditer(text))[-_MOST_MARKS:]:
+        lead = _CLAUSE.split(_SENTENCE.split(text[max(0, said.start() - _LONGEST) : said.start()])[-1])[-1]
+        content = text[said.end() : said.end() + 2 * _LONGEST]
+        content = _OPENED.sub("", content)
+        denied = DENIAL.search(said["gap"] or "") or DENIAL.search(lead)
+        led = _LEAD if said[0][:3].lower() == "ans" else _FOREIGN_LEAD
+        plain = led.fullmatch(lead.strip(' *_#>-"“('))
+        if not (plain or denied or said["is"]):
+            continue  # "They answer 12 questions", "to express the answer as a percentage:"
+        display = _DISPLAY.match(content)
+        sentence = display[1].strip() if display else _CLOSED.sub("", _SENTENCE.split(content)[0].strip())
+        inner = _SAID.search(sentence)  # "Final answer: The answer is 12."
+        if inner is None or re.search(r"[\d.,;!?]", sentence[: inner.start()]):
+            contents.append(sentence if plain and not denied and not inner else "")
+    return Found(tuple(dict.fromkeys(contents)), sentence=True) if contents else None
 
 
-def _hashed(text: str) -> str | None:
-    hashed = text.rpartition("####")[2].strip() if "####" in text else ""
-    return hashed if "\n" not in hashed and _HASHED.search(hashed) else None
+def _unmarked(text: str) -> Found | None:
+    """Return the text after its last closing tag, as a whole."""
+    end = max((tag.end() for tag in _TAG.finditer(text) if tag[0][1] == "/" and tag[1] not in _INLINE), default=0)
+    text = (text[end:].strip() if end else "") or text.strip()
+    return Found((text,), marked=False) if text else None

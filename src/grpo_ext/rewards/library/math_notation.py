@@ -1,4 +1,6 @@
-"""Normalise what models write in many ways: minus signs, percent, fractions, thousands, arrows, emphasis."""
+"""Normalise what models write in many ways: scripts, minus signs, percent, fractions, thousands, arrows, emphasis."""
+
+# ruff: noqa: RUF001  signs of other scripts
 
 import re
 import unicodedata
@@ -9,16 +11,91 @@ IMPLIES = "⇒"  # between a step and its result
 PRODUCT = r"(?:(?!by|up|us|at|as|yr|qt|pt|pc|cc|ct|sq|tv)[abcpqrstuvwxyz]{2}|mn|abc|xyz)(?![A-Za-z])"
 # A factor after a number: not a unit, and not the article of "5 a day".
 FACTOR = rf"(?:(?![ai]\s+[A-Za-z]{{2}})[a-fi-kn-rt-z](?![A-Za-z'])|{PRODUCT})"
-_SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "tenthousand": 10**4, "lakh": 10**5, "million": 10**6}
-_SCALES |= {"crore": 10**7, "hundredmillion": 10**8, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    name: 10**power if power > 1 else 12
+    for power, names in (
+        (1, "dozen dozens dutzend docenas douzaines dúzias"),
+        (2, "hundred"),
+        (3, "thousand k тыс"),
+        (5, "lakh"),
+        (6, "million mio mln млн"),
+        (7, "crore"),
+        (9, "billion bn mrd млрд"),
+        (12, "trillion"),
+    )
+    for name in names.split()
+}
+_GREEK = "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|sigma|tau|phi|omega"
 _COMMANDS = r"(?:(?:left|right)(?![a-z])|(?:[dt]?frac|sqrt|boxed|text|begin|end|pi|cdot|times|leq?|geq?|infty|cup)\b)"
 _NAMED_SIGNS = {r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\colon": ":"}
 _FUNCTIONS = "sqrt|log|ln|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|sinh|cosh|tanh"
+_SIGNS = {0xFF01 + i: chr(0x21 + i) for i in range(94)} | str.maketrans(
+    "\u3002\uff61\u0964\u3001\u060c\u066b\u066c\u3000\u2795\ufe62\u2716\u2217\u22c5\u00b7\u2797\u2796\u066a\u2044",
+    "...,,., ++****/-%/",
+)
+_SIGNS |= dict.fromkeys(map(ord, "「」『』《》【】"), '"') | dict.fromkeys(map(ord, "₹₩₽₺₫₴₦฿"), " ")
+_SIGNS |= {ord("ℝ"): r"\mathbb{R}", ord("ℤ"): r"\mathbb{Z}", ord("ℕ"): r"\mathbb{N}", ord("∅"): r"\emptyset"}
+_EMOJI = "[\u2600-\u274b\u274d-\u27bf\U0001f000-\U0001faff\ufe0e\ufe0f\u200b-\u200f\u20e3]"
+_SHAPED = re.compile("[\u2100-\u214f\u2460-\u24ff\u3300-\u33ff\ufb00-\ufb06\U0001d400-\U0001d7ff\u00b5]")
+_EMPHASIS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:(?:text)?color\s*\{[^{}]*\}|(?:bf|it|rm|[lL]arge|huge|displaystyle)(?![A-Za-z]))", ""),
+        (
+            r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|boldsymbol|bm|operatorname|mbox|underline)\s*\{([^{}]*)\}",
+            r" \1 ",
+        ),
+        (r"(?<![\d)}])(\*\*|__|`)(?=\S)(.+?)(?<=\S)\1", r"\2"),
+        (r"(?<![\w)}])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w({])", r"\2"),
+    )
+]
+_TIDY = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right)(?![A-Za-z])|\\[,!;: ]|[~\u00a0]|</?(?:b|u|i|em|strong)>", " "),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"(?<!\\)\$|\\[()\[\]]", " "),
+        (r"\\([$%])", r"\1"),
+        (r"(?<=[A-Za-z])\s*\{(\w)\}", r" \1"),
+        (r"\{(\w)\}", r"\1"),
+        (r"(\\[A-Za-z]+)\s+(?![A-Za-z])", r"\1"),
+        (r"\s+", " "),
+        (r"(?<!\w) | (?!\w)", ""),
+    )
+]
+
+
+def ascii_signs(text: str) -> str:
+    """Return the text with ASCII digits, signs and letters for full-width and mathematical ones, without emoji."""
+    if text.isascii():
+        return text
+    text = re.sub(_EMOJI, " ", re.sub(rf" ?{_EMOJI}+(?!\w)", "", text.translate(_SIGNS)))
+    text = _SHAPED.sub(lambda m: m[0] if m[0] in "①②③④⑤⑥⑦⑧⑨" else unicodedata.normalize("NFKC", m[0]), text)
+    text = re.sub("[\u00bc-\u00be\u2150-\u215e]", _fraction, text)
+    return re.sub(r"(?![0-9])\d", lambda m: str(int(m[0])), text)
+
+
+def _fraction(match: re.Match[str]) -> str:
+    return r" \frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044"))
+
+
+def tidy(text: str) -> str:
+    """Return a text without what does not change its meaning: spaces, LaTeX's dress, emphasis, closing punctuation."""
+    for pattern, replacement in (*_EMPHASIS, *_TIDY):
+        text = pattern.sub(replacement, text)
+    return _QUOTED.sub(r"\1", text.strip().rstrip(".,;:").strip("` "))
 
 
 def _raised(match: re.Match[str]) -> str:
     digits = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
     return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction: 4/11 for 0.\\overline{36}."""
+    whole, first, repeated = match.groups()
+    above = int(whole + first + repeated) - int(whole + first)
+    return f"{above}/{10 ** len(first) * (10 ** len(repeated) - 1)}"
 
 
 def _without_commas(number: str) -> str:
@@ -27,76 +104,104 @@ def _without_commas(number: str) -> str:
 
 
 _REWRITES: list[tuple[re.Pattern[str], Any]] = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"<<[^<>]*>>|</?(?:b|u|em|strong)>", ""),  # GSM8K's calculator annotations, HTML
-        (rf"(?<!\\)\\\\(?={_COMMANDS})", r"\\"),  # escaped once more, as in JSON
-        (r"(?<=[\w)}|])(?<![²³¹⁰-⁹])[⁺⁻]?[²³¹⁰-⁹]+", _raised),
-        (r"!=|≠", r"\\ne "),
-        (r"≤|<=(?!>)", r"\\le "),
-        (r"≥|>=", r"\\ge "),
-        (r"(?<=[\w)])(?<![A-Za-z]{2})\*\*(?=[\w(-])", "^"),  # Python's power
-        (r"\^\s*(?:\(([^()^]*)\)|([-+]?(?:\d{2,}|\d*\.\d+)))", r"^{\1\2}"),
-        (r"\\(?:[lr]angle|[lr]brace|colon)(?![A-Za-z])", lambda m: _NAMED_SIGNS[m[0]]),
-        (r"(?:[\u2212\ufe63]|(?<!\d)(?<!\d )\u2013)(?=\s*[\d.$\\(])", "-"),  # minus signs; 5\u20138 is a range
-        (r"\b(?:[Mm]inus|[Nn]egative)\s+(?=[\d.$\\(])", "-"),
-        (r"(?<=\d)(?:,?\\!\s?|\\,|['_\u2009\u2019\u202f])(?=\d{3}(?!\d))", ","),
-        (r"\\begin\{cases\}([^&]{0,200}?)\\end\{cases\}", r"\1"),  # a system; a function of cases has signs &
-        (r"\\\\(?=\s*[A-Za-z]\w*\s*=)|\\q?quad", "\n"),
-        (r"[\u00a0\u2009\u202f]|\\[,!;: ]|~|\\(?:displaystyle|boxed)(?![A-Za-z])", " "),
-        (r"\\(?:implies|therefore|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])|<?[-=]>|[→⇒⟹∴]", IMPLIES),
-        (r"(?:,|(?<=\d))\s*(?:and )?(?:so|thus|hence|therefore)\b", IMPLIES),
-        (r"[≈∈]|\\(?:approx|in)(?![A-Za-z])", "="),
-        (r"\u00d7|\\(?:times|cdot)(?![A-Za-z])|(?<=[\w)%]) x (?=\\?[$\d.])|(?<=\d)x(?=\d)", "*"),
-        (r"\u00f7|\\div(?![A-Za-z])", "/"),
-        (r"\{,\}", ","),
-        (r"(?<=\d)\\?[$€£¥](?=[\d,])", " "),  # two amounts, not one number
-        (r"\\[$]|[$€£¥]|\\[()\[\]]", ""),
-        (r"\s+", lambda m: "\n" if "\n" in m[0] else " "),  # on runs of it later patterns would take cubic time
-        (r"\\%|\bper ?cent\b|\bpct\b", "%"),
-        (r"(?:(?<![\d\s])|^) ?% ?(\d+(?:[.,]\d+)?)(?![\d.,]|\s*%)", r" \1%"),
-        (r"\^\s*([-\u2212]\d+)(?![\d.{])", lambda m: f"^{{{m[1]}}}".replace("\u2212", "-")),
-        (
-            r"((?:sin|cos|tan|cot|sec|csc) ?)[({]?(\d+(?:\.\d+)?)\^? ?\{? ?(?:\\circ(?![A-Za-z])|°) ?\}?[)}]?",
-            r"\1(\2*\\pi/180)",
-        ),
-        (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
-        (r"\\[cdt]?frac(?![A-Za-z])", r"\\frac"),
-        (r"(?<=\\frac)\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"{\1\2}{\3\4}"),
-        (r"\\(?:(?:text)?color\s*\{[^{}]*\}|(?:bf|it|rm|[lL]arge|huge)(?![A-Za-z]))", ""),
-        (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox|underline)\s*\{([^{}]*)\}", r" \1 "),
-        (r"\{?([^{}]*)\\over(?![A-Za-z])([^{}]*)\}?", r"\\frac{\1}{\2}"),
-        (r"^\s*[*\u2022]\s+", ""),  # the bullet of a list
-        (r"(?<![\d)}])(\*\*|__|`)(?=\S)(.+?)(?<=\S)\1", r"\2"),
-        (r"(?<![\w)}])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w({])", r"\2"),
-        (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1"),
-        (r"√ ?(?=\()", r"\\sqrt"),
-        (r"√ ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))", r"\\sqrt{\1}"),
-        (r"\\sqrt ?\(((?:[^()]|\([^()]*\))*)\)", r"\\sqrt{\1}"),
-        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-        (
-            r"(?<![\d.,])\d{1,3}(?:(?:\.\d{3}(?!\d))+,\d+(?![\d,.])|(?:\.\d{3}(?!\d)){2,}(?![.,]\d))",
-            lambda m: m[0].replace(".", "").replace(",", "."),
-        ),
-        (r"[(\[]?(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)[)\]]?", lambda m: _without_commas(m[0])),
-        (r"∞|(?<![A-Za-z\\])inf(?:inity)?(?![A-Za-z])", r"\\infty "),
-        (r"π", r"\\pi "),
-        (r"(?<=\d) ?\*? ?i(?= *(?:[-+)]|\Z))", "i"),
-        (r"(?<![\w}^/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"\1 \2/\3"),
-        (rf"(?<![\w}}^])\\frac\s*\{{\s*(\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}(?!\w|\s*(?:[(\\^{{]|{FACTOR}))", r"\1/\2"),
-        (r"^\\?\{ ?[a-z] ?(?:\\mid(?![A-Za-z])|\||:)([^{}]*?)\\?\}$", r"\1"),  # the condition of a set
-        (r"^\s*\](?=[^\[\]]*[,;])|(?<=[,;])([^\[\](),;]*)\[\s*$", lambda m: "(" if m[1] is None else f"{m[1]})"),
-        (r"([\[(][^\[\](),;]*);([^\[\](),;]*[\])])", r"\1,\2"),
-        (
-            rf"(?:(?<![\d.,])(\d{{1,9}}),(\d{{1,2}})|(?<=\d))\s+({'|'.join(_SCALES)})s?\b",
-            lambda m: f"{m[1]}.{m[2]}*{_SCALES[m[3]]}" if m[1] else f"*{_SCALES[m[3]]}",
-        ),
-    )
+    *(
+        (re.compile(pattern), replacement)
+        for pattern, replacement in (
+            (r"<<[^<>]*>>|</?(?:b|u|em|strong)>", ""),  # GSM8K's calculator annotations, HTML
+            (rf"(?<!\\)\\\\(?={_COMMANDS})", r"\\"),  # escaped once more, as in JSON
+            (r"(?<=[\w)}|])(?<![²³¹⁰-⁹])[⁺⁻]?[²³¹⁰-⁹]+", _raised),
+            (r"!=|≠", r"\\ne "),
+            (r"≤|<=(?!>)", r"\\le "),
+            (r"≥|>=", r"\\ge "),
+            (r"(?<=[\w)])(?<![A-Za-z]{2})\*\*(?=[\w(-])", "^"),  # Python's power
+            (r"\^\s*(?:\(([^()^]*)\)|([-+]?(?:\d{2,}|\d*\.\d+)))", r"^{\1\2}"),
+            (r"\\(?:[lr]angle|[lr]brace|colon)(?![A-Za-z])", lambda m: _NAMED_SIGNS[m[0]]),
+            (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+            (r"(\\(?:mathbb|mathcal|vec)) ([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
+            (r"\\degree(?![A-Za-z])", "°"),
+            (r"(?:[\u2212\ufe63]|(?<!\d)(?<!\d )\u2013)(?=\s*[\d.$\\(])", "-"),  # minus signs; 5\u20138 is a range
+            (r"\b(?:[Mm]inus|[Nn]egative)\s+(?=[\d.$\\(])", "-"),
+            (r"(?<=\d)(?:,?\\!\s?|\\,|['_\u2009\u2019\u202f])(?=\d{3}(?!\d))", ","),
+            (r"\\begin\{cases\}([^&]{0,200}?)\\end\{cases\}", r"\1"),  # a system; a function of cases has signs &
+            (r"\\\\(?=\s*[A-Za-z]\w*\s*=)|\\q?quad", "\n"),
+            (r"[\u00a0\u2009\u202f]|\\[,!;: ]|~|\\boxed(?![A-Za-z])", " "),
+            (r"\\(?:implies|therefore|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])|<?[-=]>|[→⇒⟹∴]", IMPLIES),
+            (r"(?:,|(?<=\d))\s*(?:and )?(?:so|thus|hence|therefore)\b", IMPLIES),
+            (r"[≈∈]|\\(?:approx|in)(?![A-Za-z])", "="),
+            (r"\u00d7|\\(?:times|cdot)(?![A-Za-z])|(?<=[\w)%]) x (?=\\?[$\d.])|(?<=\d)x(?=\d)", "*"),
+            (r"\u00f7|\\div(?![A-Za-z])", "/"),
+            (r"\{,\}", ","),
+            (r"(?<=\d)\\?[$€£¥](?=[\d,])", " "),  # two amounts, not one number
+            (r"\\[$]|[$€£¥]|\\[()\[\]]", ""),
+            (r"\s+", lambda m: "\n" if "\n" in m[0] else " "),  # on runs of it later patterns would take cubic time
+            (r"百分之\s*([\d.]+)", r"\1%"),
+            (r"\\%|\bper ?cent\b|\bpct\b", "%"),
+            (r"(?:(?<![\d\s])|^) ?% ?(\d+(?:[.,]\d+)?)(?![\d.,]|\s*%)", r" \1%"),
+            (r"\^\s*([-\u2212]\d+)(?![\d.{])", lambda m: f"^{{{m[1]}}}".replace("\u2212", "-")),
+            (
+                r"((?:sin|cos|tan|cot|sec|csc) ?)[({]?(\d+(?:\.\d+)?)\^? ?\{? ?(?:\\circ(?![A-Za-z])|°) ?\}?[)}]?",
+                r"\1(\2*\\pi/180)",
+            ),
+            (r"\\[cdt]?frac(?![A-Za-z])", r"\\frac"),
+            (r"(?<=\\frac)\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"{\1\2}{\3\4}"),
+        )
+    ),
+    *_EMPHASIS,
+    *(
+        (re.compile(pattern), replacement)
+        for pattern, replacement in (
+            (r"(?:\^? ?\{? ?(?:\\circ|°) ?\}?|(?<=\d )degrees )\s*([CF])(?![A-Za-z])", r" deg\1"),
+            (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
+            (r"(?<![\d.])(\d{1,9})\.(\d{0,9})\\overline ?\{?(\d{1,9})\}?", _repeating),
+            (r"\{?([^{}]*)\\over(?![A-Za-z])([^{}]*)\}?", r"\\frac{\1}{\2}"),
+            (r"^\s*[*\u2022]\s+", ""),  # the bullet of a list
+            (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1"),
+            (r"√ ?(?=\()", r"\\sqrt"),
+            (r"√ ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))", r"\\sqrt{\1}"),
+            (r"\\sqrt ?\(((?:[^()]|\([^()]*\))*)\)", r"\\sqrt{\1}"),
+            (rf"(?<![A-Za-z\\])(pi|{_GREEK})(?![A-Za-z])", r"\\\1 "),
+            (
+                r"(?<![\d.,])\d{1,3}(?:(?:\.\d{3}(?!\d))+,\d+(?![\d,.])|(?:\.\d{3}(?!\d)){2,}(?![.,]\d))",
+                lambda m: m[0].replace(".", "").replace(",", "."),
+            ),
+            (r"[(\[]?(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)[)\]]?", lambda m: _without_commas(m[0])),
+            (r"∞|(?<![A-Za-z\\])inf(?:inity)?(?![A-Za-z])", r"\\infty "),
+            (r"π", r"\\pi "),
+            (r"(?<=\d) ?\*? ?i(?= *(?:[-+)]|\Z))", "i"),
+            (r"(?<![\w}^/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"\1 \2/\3"),
+            (rf"(?<![\w}}^])\\frac\s*\{{\s*(\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}(?!\w|\s*(?:[(\\^{{]|{FACTOR}))", r"\1/\2"),
+            (r"^\\?\{ ?[a-z] ?(?:\\mid(?![A-Za-z])|\||:)([^{}]*?)\\?\}$", r"\1"),  # the condition of a set
+            (r",\s*[a-z] ?= ?\\mathbb ?\{?[ZNQR]\}?$", ""),  # the domain of a variable
+            (r"^\s*\](?=[^\[\]]*[,;])|(?<=[,;])([^\[\](),;]*)\[\s*$", lambda m: "(" if m[1] is None else f"{m[1]})"),
+            (
+                rf"(?<=\d)(?:\s*((?i:{'|'.join(_SCALES)}))(?:s|es)?(?!\w)\.?|([百千万萬亿億만억]))",
+                lambda m: f"*{_SCALES[m[1].lower()] if m[1] else int(unicodedata.numeric(m[2], 0)) or 10**4}",
+            ),
+        )
+    ),
 ]
+_QUOTED = re.compile(r"\A[\"'“„«‘](.*)[\"'”“»’‘]\Z", re.DOTALL)
+_DECIMAL_COMMA = re.compile(r"(?<![\d.,/])(?![1-9]\d{0,2},\d{3}(?!\d))(\d+),(\d+)(?![\d/]|[.,]\d)")
 
 
 def clean(text: str) -> str:
-    """Return normalised text without currency signs, thousands separators and closing punctuation."""
+    """Return normalised text without currency signs, thousands separators and closing punctuation.
+
+    A comma between digits that separates no thousands is a decimal comma, where it is the only one outside brackets,
+    or semicolons separate.
+    """
+    text = text.replace("{,}", ",")
+    if ";" in text or (
+        text.count(",") == 1 and not re.search(r"[()\[\]]|\\(?:\{|langle|lbrace|begin)|\A\$?\{|\b(?:and|or)\b", text)
+    ):
+        text = _DECIMAL_COMMA.sub(r"\1.\2", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return text.strip().rstrip('.…,;:?*"”»').strip()
+    text = _QUOTED.sub(r"\1", text.strip().rstrip(".…,;:*").strip()).rstrip(".,;: ")
+    return re.sub(r"([\[(][^\[\](),;]*);([^\[\](),;]*[\])])", r"\1,\2", text)
+
+
+def in_point_notation(text: str) -> str:
+    """Return a text in which a point separates thousands and a comma decimals with commas and points."""
+    text = re.sub(r"(?<![\d.,])\d{1,3}(?:\.\d{3})+(?![\d.])", lambda m: m[0].replace(".", ""), text)
+    return re.sub(r"(?<![\d.,])(\d+),(\d+)(?![\d.,])", r"\1.\2", text)

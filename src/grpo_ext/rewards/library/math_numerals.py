@@ -7,8 +7,8 @@ _WORDS = """zero one two three four five six seven eight nine ten eleven twelve 
 seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
 NUMERALS = dict(zip(_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
 NUMERALS |= {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4}
-_PARTS |= {"fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10}
+PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4}
+PARTS |= {"fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10}
 _PHRASE = re.compile(r"[a-z]+(?:[ -]+[a-z]+)*|[^\x00-\u2fff]+")
 _LONGEST = 100
 
@@ -21,7 +21,7 @@ def spelled(text: str) -> str | None:
     words = re.findall(r"[a-z]+|[^ -]", text)
     sign = "-" * (words[0] in ("minus", "negative"))
     words = words[len(sign) :]
-    part = _PARTS.get(words[-1].removesuffix("s")) if words else None
+    part = PARTS.get(words[-1].removesuffix("s")) if words else None
     if part is None:
         number = _counted([word for word in words if word != "and"])
         return None if number is None else f"{sign}{number}"
