@@ -141,7 +141,8 @@ def test_a_sound_run_has_no_fault():
 
 NOTHING_YET = {
     "a warm-up from a rate of 0": {"learning_rate": lambda n: 1e-9 * n},
-    "no gradient yet": SILENT | {"grad_norm": 0.0},
+    "no gradient yet": {"grad_norm": 0.0},
+    "no advantage yet, and a KL that is rounding": SILENT | {"grad_norm": 1e-12},
     "the scaler of fp16 looks for its factor": {"grad_norm": math.inf},
 }
 """Beginnings of sound runs in which no weight moves."""

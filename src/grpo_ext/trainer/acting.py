@@ -207,11 +207,12 @@ class Acting:
         lost = [made.failure if made.lost else None for made, _ in played]
         if accelerator.num_processes > 1:
             lost = gather_object(lost)
-        self._lost = self._lost + 1 if all(lost) else 0
+        self._lost = self._lost + 1 if lost and all(lost) else 0
         if self._lost == PATIENCE:
+            first = str(lost[0]).rstrip(".")
             raise AttemptsFailed(
                 f"every attempt of {PATIENCE} generations in a row has failed, so that nothing was learned. The first "
-                f"of the last one: {lost[0]} Repair it (`grpo-ext try` plays it by hand), and run the same command to "
+                f"of the last one: {first}. Repair it (`grpo-ext try` plays it by hand), and run the same command to "
                 "resume from the last checkpoint; `on_error: 0` pays failures in place of leaving them out."
             )
 

@@ -215,10 +215,10 @@ def no_weight_moves(history: History) -> str:
     """No weight has moved in the whole log, although each of the last steps had a gradient and no warm-up."""
     name, rows = "weights/change", 2 if history.complete else ROWS
     changes, norms = _known(history.columns.get(name, [])), history.last("grad_norm", rows)
-    rates = history.last("learning_rate", rows)
+    rates, silent = history.last("learning_rate", rows), history.last(_SILENT, rows)
     if len(changes) < rows or max(changes) > _STILL or not norms or min(norms) == 0:
         return ""
-    if rates and rates[-1] > rates[0]:
+    if (rates and rates[-1] > rates[0]) or (silent and max(silent) == 1):
         return ""
     return f"{name} {span(changes)} in all {len(changes)} logs, grad_norm {span(norms)}, learning_rate {span(rates)}"
 
