@@ -22,10 +22,10 @@ NEEDED = (3, 11)
 BEFORE = {"python": [], "demo": ["demo"], "test": ["demo", "test"], "dev": ["demo", "dev"]}
 BEFORE.update({"vllm": ["demo", "dev", "vllm"], "deepspeed": ["demo", "dev", "deepspeed"]})
 CONTENT = {
-    "demo": "{torch} (0.2 GB without CUDA, 3 GB with it), then grpo-ext and what it needs (0.2 GB)",
-    "test": "what the tests need (0.1 GB)",
-    "dev": "linters and all that a test can need (0.2 GB); a C compiler and Python's headers compile pycosat",
-    "vllm": "{vllm} and what it needs (0.6 GB)",
+    "demo": "{torch}, then grpo-ext and what it needs: 0.4 GB to download, 1.7 GB on disk; with CUDA 3 GB and 5 GB",
+    "test": "what the tests need: 0.03 GB to download",
+    "dev": "linters and all that a test can need: 0.2 GB; pycosat is compiled, by a C compiler with Python's headers",
+    "vllm": "{vllm} and what it needs: 0.6 GB to download",
     "deepspeed": "{deepspeed}, in a folder of its own",
 }
 PROBE = """
