@@ -16,6 +16,9 @@ from grpo_ext.commands.sample import SAMPLING_ONLY
 from grpo_ext.config import machine
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.evaluation.results import figures
+from grpo_ext.recipe.files import recipes_folder
+from grpo_ext.recipe.look import Look
+from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.trainer import callbacks
 from grpo_ext.trainer.notices import without_notices
 from grpo_ext.trainer.signals import Signals, signals
@@ -97,6 +100,95 @@ def test_check_names_the_kl_of_the_paper(beta, expected, capsys):
     assert "clip cannot act: each generation is used for one optimizer step" in printed
     assert command("check", "--config", "quickstart/dapo", "--beta", beta) == 0
     assert "the paper trains with" not in capsys.readouterr().out
+
+
+WORDS = {
+    "--learning_rate 0,00001": "learning_rate='0,00001': text where a number is expected. Write learning_rate: 1e-05.",
+    "--learning_rate 0,001": "Write learning_rate: 0.001.",
+    "--num_generations 1,024": "Write num_generations: 1024.",
+    "--max_steps 2e1": "max_steps='2e1': text where a whole number is expected. Write max_steps: 20.",
+    "--max_steps x": "Write a whole number, or leave it out: the default is -1.",
+    "--reward_weights 1 -5e-1": "reward_weights=[1.0, -0.5]: 2 weights for 3 rewards",
+    "--beta -2e-3": "beta=-0.002: must be 0 or more",
+    "--beta=-.5": "beta=-0.5: must be 0 or more",
+    "--warmup_ratio 0.1": "An older TRL had this key. Write warmup_steps here.",
+    "--dataset_name quickstart": "dataset_name='quickstart': names no task. Write quickstart/addition.",
+    "--dataset_name reasoning-gym/chain_sum": "names no task. Write reasoning_gym/chain_sum.",
+    "--tempratur null": "tempratur: no such key. Did you mean 'temperature'",
+    "--accelerate-config zero4": "accelerate_config='zero4': neither a file nor a shipped configuration.",
+}
+
+
+@pytest.mark.parametrize("keys", WORDS)
+def test_a_mistake_on_the_command_line_is_read_as_it_was_meant(keys, capsys):
+    assert command("check", "--config", "quickstart/grpo", *keys.split()) == 2
+    assert WORDS[keys] in capsys.readouterr().err
+
+
+RECIPES = {
+    "quickstart/gpro": "Did you mean 'quickstart/gspo' or 'quickstart/grpo'",
+    "grpo": "Did you mean 'quickstart/grpo'? `grpo-ext recipes` lists",
+    "laptop/mine": "Did you mean 'laptop/",
+    "nope": "packaged recipe. `grpo-ext recipes` lists the packaged ones.",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_does_not_exist_has_few_suggestions(name, capsys):
+    assert command("check", "--config", name) == 2
+    err = capsys.readouterr().err
+    assert RECIPES[name] in err
+    assert len(err) < 500
+
+
+def test_a_command_without_a_recipe_asks_for_one(capsys):
+    assert command("check", "--learning_rate", "x") == 2
+    err = capsys.readouterr().err
+    assert "--config: no recipe is named. Write --config RECIPE" in err
+    assert "learning_rate='x'" in err
+    assert err.count("\n  - ") == 2
+    assert command("check", "--model_name_or_path", "quickstart") == 2
+    assert "no recipe is named" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["MISSING", "outputs/MISSING"])
+def test_a_run_that_is_not_there_is_a_folder_that_is_missing(name, capsys):
+    for line in (("merge", name), ("eval", "--config", "quickstart/grpo", "--model", name)):
+        assert command(*line) == 2
+        assert f"RUN='{name}': no such folder here, and no such model on the hub" in capsys.readouterr().err
+
+
+def test_a_server_without_vllm_is_refused_by_its_own_name(capsys, monkeypatch):
+    monkeypatch.setattr(machine, "is_installed", lambda _: False)
+    assert command("serve", "--config", "quickstart/grpo") == 2
+    assert "grpo-ext serve: it starts vLLM, which is not installed. Install it" in capsys.readouterr().err
+
+
+def test_null_on_the_command_line_unsets_a_key(tmp_path, capsys):
+    (tmp_path / "mine.csv").write_text("question,answer\n" + "".join(f"{i}+{i},{2 * i}\n" for i in range(40)))
+    (tmp_path / "sets" / "train.csv").parent.mkdir()
+    (tmp_path / "sets" / "train.csv").write_text((tmp_path / "mine.csv").read_text())
+    mine = ["--config", "laptop/qwen2.5-0.5b-dr_grpo", "--dataset_name", str(tmp_path / "mine.csv")]
+    mine += ["--answer_format=null", "--model_name_or_path", "quickstart", "--max_completion_length", "64"]
+    with pytest.raises(
+        ConfigError, match=r"dataset_config='main': .* is one file. Unset it \(--dataset_config null\)"
+    ):
+        load_recipe(mine, Look())
+    recipe = load_recipe([*mine, "--dataset-config", "null", "--system_prompt", "null", "--use_cpu", "true"], Look())
+    assert (recipe.script.dataset_config, recipe.data.answer_format, recipe.data.system_prompt) == (None, None, None)
+    assert recipe.data.prompt_column == "question"
+    mine[3] = str(tmp_path / "sets")
+    with pytest.raises(
+        ConfigError, match=r"dataset_config='main': .*sets has no such configuration.*--dataset_config null"
+    ):
+        load_recipe(mine, Look())
+
+
+def test_a_packaged_recipe_is_printed_to_be_copied(capsys):
+    assert command("recipes", "quickstart/grpo") == 0
+    assert capsys.readouterr().out == (recipes_folder() / "quickstart" / "grpo.yaml").read_text()
+    assert command("recipes", "quickstart/none") == 2
+    assert "`grpo-ext recipes` lists" in capsys.readouterr().err
 
 
 # What is printed.

@@ -9,7 +9,10 @@ import yaml
 from accelerate.commands.config import config_args
 
 from grpo_ext.commands import train as launching
-from grpo_ext.config.launch import ASKED
+from grpo_ext.commands.memory import shares
+from grpo_ext.config.launch import ASKED, planned_processes
+from grpo_ext.recipe import launching as launch_keys
+from grpo_ext.recipe.launching import Engine, Launch, accelerate_config, engine_of
 from grpo_ext.train import main
 from support import tiny
 from support.commands import command
@@ -34,6 +37,7 @@ def launched(monkeypatch):
     def call(*argv: str) -> tuple[str | None, str | None, str | None]:
         calls = []
         monkeypatch.setattr(launching, "call", lambda line, env: calls.append((line, env)) or 7)
+        monkeypatch.setattr(launching, "missing_engine", lambda _: ())
         assert command("train", *argv) == 7
         [(line, env)] = calls
         assert line[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
@@ -88,6 +92,61 @@ def test_fsdp_on_a_cpu_is_refused_once_before_any_process_starts(monkeypatch, ca
     err = capsys.readouterr().err
     assert err.count("FSDP on GPUs only") == 1
     assert "--accelerate_config cpu_ddp" in err
+
+
+def test_an_engine_that_is_not_installed_is_named_by_train_and_by_check(monkeypatch, capsys):
+    monkeypatch.setattr(launching, "call", lambda *_: pytest.fail("it was launched"))
+    monkeypatch.setattr(launch_keys, "find_spec", lambda _: None)
+    asked = ("--accelerate_config", "zero3", "--config", "quickstart/grpo")
+    told = "accelerate_config='zero3': DeepSpeed ZeRO-3 needs deepspeed, which is not installed. Install it (pip"
+    for name in ("train", "check"):
+        assert command(name, *asked) == 2
+        assert told in capsys.readouterr().err
+    assert command("check", *asked, "--num_processes", "4") == 0  # a plan, of another machine
+    plan = " ".join(capsys.readouterr().out.split())
+    assert told in plan.partition("Not on this machine")[2]
+    assert "engine DeepSpeed ZeRO-3: each process has its share of weights, gradients, Adam, reference" in plan
+    assert "memory per process about" in plan
+    assert (
+        command("check", "--accelerate_config", "cpu_ddp", "--num_processes", "2", "--config", "quickstart/grpo") == 0
+    )
+    plan = " ".join(capsys.readouterr().out.split())
+    assert "engine DDP: each process has a whole copy" in plan
+    assert "memory per replica about" in plan
+
+
+ALL = ("weights", "gradients", "Adam", "reference")
+ENGINES = {
+    "single": Engine(),
+    "ddp": Engine(),
+    "cpu_ddp": Engine(),
+    "fsdp2": Engine("FSDP2", ALL),
+    "fsdp2_offload": Engine("FSDP2", ALL, ALL),
+    "zero1": Engine("DeepSpeed ZeRO-1", ("Adam",)),
+    "zero2": Engine("DeepSpeed ZeRO-2", ("gradients", "Adam")),
+    "zero3": Engine("DeepSpeed ZeRO-3", ALL),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_shipped_configuration_has_its_engine(name):
+    assert engine_of(Launch(accelerate_config(name))) == ENGINES[name]
+
+
+def test_options_and_files_of_deepspeed_say_what_is_split_and_what_leaves_the_device(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+    by_options = Launch(options=("--use_deepspeed", "--zero_stage", "1", "--offload_optimizer_device", "cpu"))
+    by_file = Launch(options=("--use_deepspeed", "--deepspeed_config_file", str(file)))
+    assert engine_of(by_options) == Engine("DeepSpeed ZeRO-1", ("Adam",), ("Adam",))
+    assert engine_of(by_file) == Engine("DeepSpeed ZeRO-3", ALL, ("weights",))
+    file.write_text("[]")
+    assert engine_of(by_file) == Engine("DeepSpeed ZeRO-0")
+    sizes = {"weights": 80, "gradients": 40, "Adam": 160, "activations": 7}
+    with planned_processes(4):
+        assert shares(sizes, engine_of(by_options)) == ({"weights": 80, "gradients": 40, "activations": 7}, 40)
+        assert shares(sizes, ENGINES["zero3"]) == ({"weights": 20, "gradients": 10, "Adam": 40, "activations": 7}, 0)
+        assert shares(sizes, Engine()) == (sizes, 0)
 
 
 def test_a_run_that_lacks_a_process_ends_before_the_recipe_is_read(monkeypatch, capsys):

@@ -121,10 +121,12 @@ def test_a_model_is_cached_by_seed(folder, monkeypatch):
     assert ensure_model(0, steps=3) == folder
 
 
-def test_a_warm_up_joins_no_process_group(tmp_path, monkeypatch):
+def test_a_warm_up_joins_no_process_group_and_is_announced(tmp_path, monkeypatch, caplog):
     """The first of several processes trains it, and the others are not there."""
     monkeypatch.setattr(PartialState, "__init__", lambda *_, **__: pytest.fail("joined"))
     assert ensure_model(0, tmp_path, steps=1).is_dir()
+    [told] = [record.getMessage() for record in caplog.records]
+    assert told.startswith("Training the quickstart's model for addition, once: 1 steps on the CPU, about a minute.")
 
 
 def test_two_processes_at_once_share_one_folder(tmp_path, monkeypatch):

@@ -406,7 +406,7 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
         (["--kl_coef", "0.1"], "kl_coef: no such key. It is beta here"),
         (
             ["--num_generations", "four"],
-            "num_generations='four': text where a whole number is expected. Write num_generations: 8.",
+            "num_generations='four': text where a whole number is expected. Write a whole number, or leave",
         ),
         (
             ["--no_log_completions"],

@@ -73,7 +73,7 @@ COMMANDS = {
     "merge": Command(AFTER, "merge an adapter into its base model"),
     "report": Command(AFTER, "write one HTML file about a run, or about several side by side"),
     "diagnose": Command(AFTER, "list the likely problems of a run, with evidence and cure", module="report"),
-    "recipes": Command(REFERENCE, "list the packaged recipes", module="lists"),
+    "recipes": Command(REFERENCE, "list the packaged recipes, or print one to copy", module="lists"),
     "losses": Command(REFERENCE, "list the values of `loss_type`, with formula and paper", module="lists"),
     "rewards": Command(REFERENCE, "list the values of `reward_funcs`, with their options", module="lists"),
     "env": Command(REFERENCE, "show versions and hardware, for a bug report"),
@@ -84,6 +84,9 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("--output_dir", metavar="DIR", type=Path, default=Path("outputs/demo"), help="folder of the run"),
         Option("--seed", metavar="N", type=int, default=0, help="seed of the model and of GRPO"),
         Option("--recipe", default="quickstart/grpo", help="recipe name or path (default: %(default)s)"),
+    ),
+    "recipes": (
+        Option("name", nargs="?", metavar="NAME", help="print this recipe: grpo-ext recipes NAME > mine.yaml"),
     ),
     "new": (Option("folder", metavar="DIR", type=Path, help="a folder that is new or empty"),),
     "migrate": (
@@ -168,7 +171,9 @@ def tree() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for option in OPTIONS.get(name, ()):
-            sub.add_argument(*option.names, **option.settings)
+            action = sub.add_argument(*option.names, **option.settings)
+            hyphened = (name.replace("_", "-") for name in option.names if name.startswith("-"))
+            sub._option_string_actions |= dict.fromkeys(hyphened, action)  # as TRL takes keys; not in the help
         if command.keys:
             sub.usage = sub.format_usage().removeprefix("usage: ").rstrip() + " [--key value ...]"
     return parser, commands.choices

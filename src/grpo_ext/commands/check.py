@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import datasets
 from datasets import Dataset
 
-from grpo_ext.commands.memory import copies, fitting, gib, of_recipe, too_large, too_many
+from grpo_ext.commands.memory import copies, fitting, gib, of_recipe, shares, too_large, too_many
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.commands.train import is_fsdp, wanted_launch
 from grpo_ext.config.ahead import described
@@ -16,14 +16,14 @@ from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.loss import idle_clip
-from grpo_ext.config.machine import lacks
+from grpo_ext.config.machine import is_for_another, lacks
 from grpo_ext.config.precision import expected_differences, precision
 from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ConfigError, redacted_text
 from grpo_ext.recipe.checks import recipe_warnings
-from grpo_ext.recipe.launching import Launch
+from grpo_ext.recipe.launching import Engine, Launch, engine_of, missing_engine
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -34,6 +34,7 @@ from grpo_ext.tables import Table, show
 from grpo_ext.trainer.diagnosis.overlap import advice
 
 Section = list[tuple[str, str]]
+NO_LAUNCH = Launch()
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: the recipe has mistakes.
     """
-    launch = wanted_launch(options) or Launch()
+    launch = wanted_launch(options) or NO_LAUNCH
     if options.probe:
         from grpo_ext.commands import probe  # with the trainer, which no other check needs
 
@@ -58,7 +59,9 @@ def run(options: argparse.Namespace) -> int:
                 print(f"check has imported code that the recipe names: {', '.join(found)}")
         if recipe.training.use_cpu and launch.config and is_fsdp(launch.config):
             raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
-        print_sections(plan(recipe, look))
+        if not is_for_another(recipe.training) and (absent := [*missing_engine(launch)]):
+            raise ConfigError(absent)
+        print_sections(plan(recipe, look, launch))
         if options.probe:
             probe.check_possible(launch, recipe)
             known = {} if look.policy.unknown else of_recipe(recipe, look.policy, look.longest_prompt)
@@ -76,23 +79,24 @@ def print_sections(sections: Mapping[str, Section]) -> None:
             show(table, "")
 
 
-def plan(recipe: Recipe, look: Look) -> dict[str, Section]:
+def plan(recipe: Recipe, look: Look, launch: Launch = NO_LAUNCH) -> dict[str, Section]:
     """Return the sections of the plan, warnings last."""
+    engine, absent = engine_of(launch), missing_engine(launch) if is_for_another(recipe.training) else ()
     rows = len(look.train) if isinstance(look.train, Dataset) else None
     weights = recipe.model.dtype or "float32"  # TRL's default
     lines = (*warnings(recipe.training), *recipe_warnings(recipe), *look.notes)
     return {
         "Loss": _loss(recipe),
         "Environments": [(spec.name, _environment(spec)) for spec in recipe.environments],
-        "Batch": _batch(recipe, rows),
-        "Memory": _memory(recipe, look),
+        "Batch": _batch(recipe, rows, engine),
+        "Memory": _memory(recipe, look, engine),
         "Sampler and policy": [
             ("formats", precision(recipe.training, weights)),
             *expected_differences(recipe.training, weights),
         ],
         "Rollouts beside training": [("", _overlap(recipe))],
         "Warnings": [("", str(warning)) for warning in lines],
-        "Not on this machine": [("", str(line)) for line in lacks(recipe.training, recipe.model)],
+        "Not on this machine": [("", str(line)) for line in (*lacks(recipe.training, recipe.model), *absent)],
     }
 
 
@@ -119,7 +123,7 @@ def _environment(spec: EnvironmentSpec) -> str:
     return f"{kind}, up to {spec.max_turns} turns of {spec.turn_timeout:g} s, in {process}"
 
 
-def _batch(recipe: Recipe, rows: int | None) -> Section:
+def _batch(recipe: Recipe, rows: int | None, engine: Engine) -> Section:
     c, processes = recipe.training, world_size()
     assert c.generation_batch_size
     assert c.steps_per_generation
@@ -135,6 +139,7 @@ def _batch(recipe: Recipe, rows: int | None) -> Section:
         steps = str(int(rows // prompts * updates * c.num_train_epochs))
     return [
         ("processes", str(processes)),
+        *([("engine", str(engine) if engine.name else "DDP: each process has a whole copy")] if processes > 1 else []),
         (
             "optimizer step",
             f"{per_step} completions = {per_step / c.num_generations:g} prompts x {c.num_generations}; "
@@ -151,22 +156,26 @@ def _batch(recipe: Recipe, rows: int | None) -> Section:
     ]
 
 
-def _memory(recipe: Recipe, look: Look) -> Section:
-    """Return an estimate of a training process's memory, from the model's configuration only."""
+def _memory(recipe: Recipe, look: Look, engine: Engine) -> Section:
+    """Return an estimate of a training process's memory, from the model's configuration and the engine only."""
     policy = look.policy
     if policy.unknown:
         return [("memory", f"not known: {policy.unknown}")]
-    parts = of_recipe(recipe, policy, look.longest_prompt)
+    parts, hosted = shares(of_recipe(recipe, policy, look.longest_prompt), engine)
     shown = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     rows = [
         ("parameters", f"{policy.parameters / 1e6:.2f} M, {policy.trained / 1e6:.2f} M trained"),
-        ("memory per replica", f"about {gib(sum(parts.values()))}: {shown}"),
+        ("memory per process" if engine.split else "memory per replica", f"about {gib(sum(parts.values()))}: {shown}"),
     ]
+    if hosted:
+        rows.append(("in main memory", f"{gib(hosted)} of each process: {', '.join(engine.hosted)}"))
+    if not engine.split and (recipe.training.deepspeed or recipe.training.fsdp):
+        rows.append(("sharding", "not counted: the recipe's deepspeed or fsdp; accelerate_config is"))
     if size := copies(recipe, policy):
         rows.append(("weights for rollouts", f"{gib(size)} of main memory beside each training process"))
     if (limit := recipe.training.micro_batch_tokens) is not None:
         rows.append(("micro_batch_tokens", f"a forward has at most {limit} tokens, or one completion with its prompt"))
-    fit = fitting(recipe, policy, look.longest_prompt)
+    fit = fitting(recipe, policy, look.longest_prompt, engine)
     found = too_large(recipe, parts, fit), too_many(recipe, size)
     return [*rows, *(("Warning", str(problem)) for problem in found if problem is not None)]
 

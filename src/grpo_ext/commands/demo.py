@@ -15,7 +15,7 @@ from grpo_ext.train import train
 def run(options: argparse.Namespace) -> int:
     """Warm up a model, evaluate, train and evaluate it, and write report.html; keys override the recipe."""
     _silence_libraries()
-    print("1/3  A tiny language model imitates a careless teacher (trained once, then cached) ...", flush=True)
+    print("1/3  A tiny language model imitates a careless teacher ...", flush=True)
     settings = {
         "model_name_or_path": ensure_model(options.seed),
         "output_dir": options.output_dir,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from grpo_ext.objective.losses import losses
-from grpo_ext.recipe.files import packaged_recipes
+from grpo_ext.recipe.files import find_recipe, packaged_recipes
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.signatures import function_options, needs
 
@@ -14,8 +14,15 @@ T = TypeVar("T")
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print a list."""
-    {"recipes": _recipes, "losses": _losses, "rewards": _rewards}[asked.command]()
+    """Print a list, or one packaged recipe.
+
+    Raises:
+        ConfigError: no recipe has the name.
+    """
+    if asked.command == "recipes" and asked.name is not None:
+        print(find_recipe(asked.name).read_text(encoding="utf-8"), end="")
+    else:
+        {"recipes": _recipes, "losses": _losses, "rewards": _rewards}[asked.command]()
     return 0
 
 

@@ -13,9 +13,11 @@ from trl import ModelConfig
 from grpo_ext.commands.peaks import FLOAT, Shape, autocasts, micro_batch, peak, rollout_held
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import PIECE_RULES
+from grpo_ext.config.launch import world_size
 from grpo_ext.config.machine import is_for_another
 from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.errors import ABSENT, Problem
+from grpo_ext.recipe.launching import ONE_COPY, Engine
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.policies import InspectedPolicy
 from grpo_ext.rollout.blocked_weights import WORTH, can_block
@@ -132,7 +134,14 @@ def packed_bytes(model: ModelConfig, empty: PreTrainedModel | None) -> int:
     return int(weights * (_width(model.dtype) - each))
 
 
-def fitting(recipe: Recipe, policy: InspectedPolicy, prompt: int | None) -> int | None:
+def shares(parts: dict[str, int], engine: Engine) -> tuple[dict[str, int], int]:
+    """Return a process's part of each size, without what its engine keeps in main memory, and the sum of that."""
+    own = {name: size // (world_size() if name in engine.split else 1) for name, size in parts.items()}
+    hosted = sum(own.pop(name, 0) for name in engine.hosted)
+    return own, hosted
+
+
+def fitting(recipe: Recipe, policy: InspectedPolicy, prompt: int | None, engine: Engine = ONE_COPY) -> int | None:
     """Return the largest `micro_batch_tokens` by which the estimate does not exceed the device.
 
     None if there is none, if micro-batches fit as they are, or if another setting excludes it.
@@ -141,7 +150,7 @@ def fitting(recipe: Recipe, policy: InspectedPolicy, prompt: int | None) -> int 
 
     def total(tokens: int | None) -> int:
         training.micro_batch_tokens = tokens
-        return sum(of_recipe(recipe, policy, prompt, training).values())
+        return sum(shares(of_recipe(recipe, policy, prompt, training), engine)[0].values())
 
     longest = (prompt or recipe.data.max_prompt_length or 0) + int(training.max_completion_length or 0)
     most = longest * training.per_device_train_batch_size

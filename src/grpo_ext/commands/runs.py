@@ -146,7 +146,7 @@ def _found(name: str) -> tuple[str, Any]:
         if folder.exists() or name.startswith((".", "/", "~")):
             raise ConfigError([Problem("RUN", name, "no such folder", cure)])
         files = "config.json", "adapter_config.json"
-        if "/" not in name and not any(has_file(name, file) for file in files):  # it may be a mistyped folder
+        if not any(has_file(name, file) for file in files):  # it may be a mistyped folder
             reason = "no such folder here, and no such model on the hub, or none that can be reached"
             raise ConfigError([Problem("RUN", name, reason, cure)])
         return name, {}

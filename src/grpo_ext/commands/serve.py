@@ -18,11 +18,12 @@ import requests
 import torch
 
 from grpo_ext.child_processes import die_with_parent, kill_group
+from grpo_ext.config import machine
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.truncation import scores_kept_sets
-from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.loading import base_path, load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
@@ -182,6 +183,9 @@ def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """Start the recipe's vLLM server and wait for its end."""
+    if not machine.is_installed("vllm"):
+        cure = "Install it (pip install 'grpo-ext[vllm]'), or train without a server: transformers generates then."
+        raise ConfigError([Problem("grpo-ext serve", ABSENT, "it starts vLLM, which is not installed", cure)])
     host, port, overrides = options.host, options.port, ["--use_vllm", "true", "--vllm_mode", "server"]
     with planned_processes(launch_of(options.keys).planned, here=True):
         recipe = load_recipe([*options.keys, *overrides])

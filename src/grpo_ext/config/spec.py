@@ -175,22 +175,23 @@ def fits(value: object, hint: Any) -> bool:
 def wrong_type(
     setting: str, value: object, hint: Any, default: object = None, known: Collection[object] = ()
 ) -> WrongType:
-    """Return the problem of a value of the wrong type, with one that fits: what was probably meant, or the default.
+    """Return the problem of a value of the wrong type, with the one that was probably meant, or else the default.
 
     `known` are the names that a setting may have, where it is one of names.
     """
     mapping = holds(dict, hint)
     readings = (read for read in _readings(value) if isinstance(read, Mapping) or not mapping)
     fitting = (read for read in readings if is_bearable(read, hint, conf=_TOWER))
-    meant = next((read for read in fitting if not known or read in known), default)
+    meant = next((read for read in fitting if not known or read in known), None)
     name = setting.rpartition("].")[2]
+    left_out = "or leave it out" + ("" if default is None else f": the default is {_as_yaml(default)}")
     if meant is not None:
         cure = f"Write {name}: {_as_yaml(meant)}."
     elif mapping:
-        cure = f"Write {name}: {{option: value}}, or leave it out."
+        cure = f"Write {name}: {{option: value}}, {left_out}."
     else:
         words = f"one of {', '.join(map(str, known))}" if known else _expected(hint)
-        cure = f"Write {words}, or leave it out."
+        cure = f"Write {words}, {left_out}."
     return WrongType(setting, value, f"{kind(value)} where {_expected(hint)} is expected", cure)
 
 
@@ -224,15 +225,18 @@ def _expected(hint: Any) -> str:
 
 
 def _readings(value: object) -> Iterator[object]:
-    """Yield what a value may mean: 10% or 8k, a number or a bool in quotes, one in a list, a list of one."""
+    """Yield what a value may mean: 10%, 8k, 2e1, 0,5, a number or a bool in quotes, one in a list, a list of one."""
     if isinstance(value, str) and len(value) < _LONGEST_READING:
         try:
             yield yaml.safe_load(value)
-            yield float(value)
+            number = float(value)
+            yield from ([int(number)] if number.is_integer() else []) + [number]
         except (ValueError, yaml.YAMLError):
             pass
-        if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
+        if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value):
             yield int(value.replace(",", ""))
+        elif re.fullmatch(r"[-+]?\d+,\d+([eE][-+]?\d+)?", value):
+            yield float(value.replace(",", "."))
         if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value):
             yield float(found[1]) / 100
         if found := re.fullmatch(r"(\d+) ?([kK])", value):

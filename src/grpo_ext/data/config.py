@@ -17,6 +17,8 @@ PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
 GAME, COLOURS = f"{QUICKSTART}guess", f"{QUICKSTART}colours"
 """The quickstart's task that has no options."""
 _TASKS = (f"{QUICKSTART}addition", GAME, COLOURS)
+_FAMILIES = {PROCEDURAL.rstrip("/"): "chain_sum", QUICKSTART.rstrip("/"): "addition"}
+"""Procedural tasks by the first part of their names, with one of each."""
 NaturalNumber = Annotated[int, Within(least=0.0)]
 Share = Annotated[float, Within(least=0.0, most=1.0)]
 
@@ -92,6 +94,10 @@ def dataset_problems(
         return found + _unused_kwargs(config, "datasets")
     if not isinstance(dataset_name, str) or not dataset_name:
         return [*found, Problem("dataset_name", dataset_name, "must be a name or a path", "Write one.")]
+    if dataset_name.split("/")[0].replace("-", "_") in _FAMILIES and not is_generated(dataset_name):
+        family, _, task = dataset_name.replace("-", "_").partition("/")
+        cure = f"Write {family}/{task or _FAMILIES[family]}."
+        return [*found, Problem("dataset_name", dataset_name, "names no task", cure)]
     if is_generated(dataset_name):
         return found + _procedural_problems(config, dataset_name, dataset_config, streaming)
     found += _unused_kwargs(config, dataset_name)
@@ -99,7 +105,7 @@ def dataset_problems(
         found += local_files.data_path_problems(dataset_name)
         if dataset_config is not None and Path(dataset_name).expanduser().is_file():
             reason = f"{dataset_name!r} is one file"
-            found.append(Problem("dataset_config", dataset_config, reason, "Unset dataset_config."))
+            found.append(Problem("dataset_config", dataset_config, reason, "Unset it (--dataset_config null)."))
     return found
 
 

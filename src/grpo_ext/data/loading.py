@@ -257,6 +257,11 @@ def _load_by_name(
         missing = isinstance(error, ValueError) and str(error).startswith(("Unknown split", "Bad split"))
         if optional and missing:
             return None
+        if (known := re.match(r"BuilderConfig .* not found\. Available: (.*)", str(error))) is not None:
+            cure = f"Set it to one of {known[1]}, or unset it (--dataset_config null)."
+            raise DataError(
+                [Problem("dataset_config", dataset_config, f"{name} has no such configuration", cure)]
+            ) from error
         raise _load_error(source, error) from error
     return Split(dataset, source)
 

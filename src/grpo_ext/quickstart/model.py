@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from grpo_ext.quickstart.cache import building, cached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<system>")
@@ -85,6 +88,10 @@ def ensure_model(
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    logger.warning(
+        "Training the quickstart's model for %s, once: %d steps on the CPU, about a minute. Then it is kept in %s.",
+        *(lesson.task, steps or lesson.steps, target),
+    )
     with building(target.parent) as folder:
         warm_up(folder / "model", seed, steps=steps, lesson=lesson)
         try:

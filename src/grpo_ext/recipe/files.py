@@ -1,7 +1,7 @@
 """Find a recipe and read its YAML."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,25 @@ def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return rest[i + 1], rest[:i] + rest[i + 2 :]
 
 
+def unset(values: dict[str, Any], args: Sequence[str], known: Collection[str]) -> list[str]:
+    """Remove the keys that a command line sets to null from a recipe's values; return the command line without them.
+
+    `known` are the keys that have a default.
+    """
+    kept: list[str] = []
+    rest = [*args]
+    while rest:
+        word = rest.pop(0)
+        key, _, value = word.removeprefix("--").replace("-", "_").partition("=")
+        alone = rest[:1] == ["null"] and (len(rest) == 1 or rest[1].startswith("--"))
+        if word.startswith("--") and key in known and (value == "null" or alone):
+            values.pop(key, None)
+            rest = rest[1:] if alone else rest
+        else:
+            kept.append(word)
+    return kept
+
+
 def find_recipe(name: str) -> Path:
     """Return the file of that path, or the packaged recipe of that name.
 
@@ -50,8 +69,22 @@ def find_recipe(name: str) -> Path:
     key = name.removesuffix(".yaml")
     if key not in packaged:
         reason = "neither a file nor a packaged recipe"
-        raise ConfigError([Problem(f"--config {name}", ABSENT, reason, did_you_mean(key, packaged))])
+        raise ConfigError([Problem(f"--config {name}", ABSENT, reason, f"{_closest(key, packaged)}{LISTED}")])
     return packaged[key]
+
+
+LISTED = "`grpo-ext recipes` lists the packaged ones."
+
+
+def _closest(name: str, packaged: Collection[str]) -> str:
+    """Return a question with the recipes of a similar name, else of that folder or file name; empty without any."""
+    if (close := did_you_mean(name, packaged)).startswith("Did"):
+        return f"{close} "
+    head = name.partition("/")[0]
+    kin = [known for known in packaged if name in known.split("/")] or [
+        k for k in packaged if k.startswith(f"{head}/")
+    ]
+    return f"Did you mean {' or '.join(map(repr, kin[:3]))}? " if kin else ""
 
 
 LARGEST = 2**20

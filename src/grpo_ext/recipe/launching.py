@@ -4,9 +4,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.bounded import read_json
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE, world_size
 from grpo_ext.config.paths import PATHS, expand, unknown
 from grpo_ext.config.spec import kind
@@ -113,6 +116,85 @@ def accelerate_config(name: object) -> Path:
         reason = "neither a file nor a shipped configuration"
         raise ConfigError([Problem("accelerate_config", name, reason, did_you_mean(name, shipped))])
     return shipped[name]
+
+
+# What the launch spreads over its processes.
+
+_SPLIT: dict[int, tuple[str, ...]] = {
+    1: ("Adam",),
+    2: ("gradients", "Adam"),
+    3: ("weights", "gradients", "Adam", "reference"),
+}
+"""By stage of ZeRO, parts of a process's memory of which it has only its share."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine of a launch.
+
+    Args:
+        name: empty for plain data parallelism, or one process.
+        split: parts of a process's memory of which it has only its share.
+        hosted: those of them that are kept in main memory.
+    """
+
+    name: str = ""
+    split: tuple[str, ...] = ()
+    hosted: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return its name and what it splits."""
+        hosted = f"; in main memory: {', '.join(self.hosted)}" if self.hosted else ""
+        return f"{self.name}: each process has its share of {', '.join(self.split) or 'nothing'}{hosted}"
+
+
+ONE_COPY = Engine()
+"""Each process has a whole copy of the model."""
+
+
+def engine_of(launch: Launch) -> Engine:
+    """Return the engine that shards a model, by the launch's configuration and its options, which win."""
+    config, options = read_yaml(launch.config) if launch.config else {}, launch.options
+    kind = config.get("distributed_type")
+    if kind == "FSDP" or "--use_fsdp" in options:
+        fsdp = config.get("fsdp_config") or {}
+        split = _SPLIT[2 if fsdp.get("fsdp_reshard_after_forward") is False else 3]
+        return Engine("FSDP2", split, split if fsdp.get("fsdp_offload_params") else ())
+    if kind != "DEEPSPEED" and "--use_deepspeed" not in options:
+        return ONE_COPY
+    given = {name.removeprefix("--"): value for name, value in pairwise(options)}
+    zero = (config.get("deepspeed_config") or {}) | given
+    if file := zero.get("deepspeed_config_file"):
+        zero = _of_deepspeed_file(Path(str(expand("deepspeed_config_file", file)))) | given
+    stage = int(zero.get("zero_stage", 2))  # accelerate's default
+    places = {"Adam": "offload_optimizer_device", "weights": "offload_param_device"}
+    hosted = (part for part, key in places.items() if zero.get(key) not in (None, "none"))
+    split = _SPLIT.get(stage, ())
+    return Engine(f"DeepSpeed ZeRO-{stage}", split, tuple(part for part in hosted if part in split))
+
+
+def _of_deepspeed_file(path: Path) -> dict[str, Any]:
+    """Return the keys of accelerate for what a configuration of DeepSpeed says; none if it cannot be read."""
+    try:
+        zero = read_json(path)["zero_optimization"]
+        offload = {
+            f"offload_{part}_device": (zero.get(f"offload_{part}") or {}).get("device")
+            for part in ("optimizer", "param")
+        }
+        return {"zero_stage": zero["stage"], **offload}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the launch reports it
+        return {"zero_stage": 0}
+
+
+def missing_engine(launch: Launch) -> Iterator[Problem]:
+    """Yield why this machine does not have the engine of a launch."""
+    engine = engine_of(launch).name
+    if engine.startswith("DeepSpeed") and find_spec("deepspeed") is None:
+        cure = (
+            "Install it (pip install 'grpo-ext[deepspeed]'), or launch by --accelerate_config ddp, cpu_ddp or fsdp2."
+        )
+        name = launch.config.stem if launch.config else " ".join(launch.options)
+        yield Problem("accelerate_config", name, f"{engine} needs deepspeed, which is not installed", cure)
 
 
 def check_launched(launch: Launch) -> None:

@@ -37,6 +37,7 @@ class RecipeParser(TrlParser):
 
     def __init__(self, parts: Any) -> None:
         super().__init__(parts, allow_abbrev=False, add_help=False)
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # argparse lacks -2e-3
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting."""

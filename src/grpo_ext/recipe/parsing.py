@@ -14,9 +14,9 @@ from grpo_ext.data.eval_sets import EvalSet, parse_eval_sets
 from grpo_ext.data.mixture import DATASET_ENTRY
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays, parse_environments
 from grpo_ext.environments.fit import setting_problems
-from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.checks import part_problems, recipe_warnings, unrewarded
-from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
+from grpo_ext.recipe.files import LISTED, find_recipe, read_yaml, split_config, unset
 from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.launching import take_env, take_launch
 from grpo_ext.recipe.lora import ignored
@@ -65,7 +65,7 @@ def load_recipe(
     if recipe is not None and look is not None:
         problems += look(recipe, problems)
     if problems := _distinct(problems, parts.unread):
-        raise ConfigError(problems)
+        raise ConfigError(problems if values or "model_name_or_path" in flags(args) else _without_recipe(problems))
     assert recipe is not None
     if rank() == 0 and not planning():
         for warning in recipe_warnings(recipe):
@@ -77,12 +77,19 @@ def _read(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
     """Return the values, command line and folder of a recipe; refuse the configuration of another project."""
     name, args = split_config(argv)
     if name is None:
-        return {}, args, None
+        return {}, unset({}, args, all_keys()), None
     file = find_recipe(name)
     values = read_yaml(file)
     if foreign := recognise.foreign_file(values, name, frozenset(all_keys())):
         raise ConfigError([foreign])
-    return values, args, file.resolve().parent
+    return values, unset(values, args, all_keys()), file.resolve().parent
+
+
+def _without_recipe(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems of a command line that names no recipe, in place of all that a recipe would say."""
+    cure = f"Write --config RECIPE: a file of yours, or a packaged one. {LISTED}"
+    rest = [p for p in problems if p.field not in ("model_name_or_path", "dataset_name", "reward_funcs")]
+    return [Problem("--config", ABSENT, "no recipe is named", cure), *rest]
 
 
 class _Lists(NamedTuple):

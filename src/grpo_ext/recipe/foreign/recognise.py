@@ -89,11 +89,12 @@ def answer(key: str) -> str | None:
         rule = project.table.get(key)
         if rule is None:
             continue
+        title = f"An older {project.title} had" if key in trl.OLDER else f"{project.title} has"
         if not rule.to:
-            return f"{project.title} has this key. It is not converted: {rule.note}. Remove it."
+            return f"{title} this key. It is not converted: {rule.note}. Remove it."
         ours = rule.to if not rule.to.startswith("env.") else f"env: {{{rule.to.removeprefix('env.')}: ...}}"
         note = f" What differs: {rule.note}." if rule.note else ""
-        return f"{project.title} has this key. Write {ours} here.{note}"
+        return f"{title} this key. Write {ours} here.{note}"
     return None
 
 
