@@ -116,6 +116,21 @@ class RolloutDrift(RuntimeError):
     """Sampler and policy disagree, and `rollout_drift_action` is "stop"."""
 
 
+class OutOfMemory(RuntimeError):
+    """A process of a run has too little memory; the message has what needs less."""
+
+    def __init__(self, where: str, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error!s:.300}".splitlines()[0]
+        super().__init__(f"{where}: too little memory ({reason}). {LESS_MEMORY}")
+
+
+LESS_MEMORY = (
+    "Halve per_device_train_batch_size (in an evaluation per_device_eval_batch_size) and double "
+    "gradient_accumulation_steps, set gradient_checkpointing: true or use_peft: true, or lower max_completion_length."
+)
+"""Cure of too little memory."""
+
+
 class ServerLost(RuntimeError):
     """The vLLM server is gone for good; raised on all processes."""
 

@@ -32,6 +32,7 @@ from grpo_ext.errors import (
     ConfigError,
     DataError,
     NonFiniteError,
+    OutOfMemory,
     Problem,
     RankLost,
     RewardError,
@@ -42,6 +43,7 @@ from grpo_ext.errors import (
     ServerLost,
 )
 from grpo_ext.evaluation.during import DuringTraining
+from grpo_ext.packing.together import is_out_of_memory
 from grpo_ext.recipe.launching import check_launched, launch_of
 from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path, rows_of
 from grpo_ext.recipe.look import Look, findings, prompt_findings
@@ -219,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except DataError as error:
         print(ConfigError(error.problems), file=sys.stderr)
         leave(2)
-    except (AttemptsFailed, ConfigError, NonFiniteError, RewardError, RolloutDrift, SaveError) as error:
+    except (AttemptsFailed, ConfigError, NonFiniteError, OutOfMemory, RewardError, RolloutDrift, SaveError) as error:
         print(error, file=sys.stderr)
         leave(2)
     except (RankLost, SamplerLost, ServerLost) as error:
@@ -227,6 +229,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         leave(NOT_FINISHED)
     except RunInterrupted:
         leave(NOT_FINISHED)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        print(OutOfMemory("Before the first step or after the last", error), file=sys.stderr)
+        leave(2)
     finally:
         signals.phase = "ending"
         leave_process_group()

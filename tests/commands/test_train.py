@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_ext import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.train import train
+from grpo_ext.train import main, train
 from grpo_ext.trainer.output_lock import LOCK_FILE
 from support import tiny
 
@@ -60,6 +60,19 @@ def test_a_recipe_becomes_a_saved_model(recipe, model_path, tmp_path):
     assert torch.equal(
         weights(tmp_path / "out"), torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
     )
+
+
+def test_a_run_without_memory_ends_with_2_and_one_message(recipe, capsys, monkeypatch):
+    def full(*_):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr("grpo_ext.train.build_trainer", full)
+    with pytest.raises(SystemExit) as left:
+        main(recipe())
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert "too little memory (MemoryError: planted). Halve per_device_train_batch_size" in said
+    assert "Traceback" not in said
 
 
 def test_a_second_call_resumes(recipe, tmp_path, capsys):

@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
+from transformers import TrainerCallback
 
-from grpo_ext.errors import NOT_FINISHED, RunInterrupted
+from grpo_ext.errors import NOT_FINISHED, OutOfMemory, RunInterrupted
 from grpo_ext.trainer.signals import REPEATED_WITHIN, Signals, signals
 from support import interrupted, tiny
 from support.trainers import build, weights
@@ -154,6 +156,45 @@ def test_a_signal_leaves_an_evaluation_and_the_resumed_run_repeats_it_at_the_sam
     made.train()
     assert interrupted.logged(resumed) == interrupted.logged(made)
     assert (weights(resumed.model) == weights(made.model)).all()
+
+
+@pytest.mark.parametrize(
+    ("place", "left"),
+    [
+        ("compute_loss", "The run can be resumed from "),
+        ("evaluate", "The run can be resumed from "),
+        ("optimizer", "or lower max_completion_length."),  # half of the weights may be new
+    ],
+)
+def test_a_run_without_memory_saves_its_last_whole_step_and_says_what_needs_less(place, left, tmp_path):
+    path, settings = tiny.save(tmp_path / "model"), {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+
+    def trainer(name):
+        return build(path, tmp_path / name, evaluated=tiny.prompts(4), **settings)
+
+    def full(stock, *args, **kwargs):
+        if made.state.global_step == 2:
+            raise MemoryError("planted")
+        return stock(*args, **kwargs)
+
+    made = trainer("out")
+    owner, name = (TrainerCallback(), "on_optimizer_step") if place == "optimizer" else (made, place)
+    setattr(owner, name, partial(full, getattr(owner, name)))
+    if place == "optimizer":
+        made.add_callback(owner)
+    words = r"After step 2 of 3: too little memory \(MemoryError: planted\)\. Halve per_device_train_batch_size"
+    with pytest.raises(OutOfMemory, match=words) as error:
+        made.train()
+    saved = tmp_path / "out" / "checkpoint-2"
+    assert str(error.value).endswith(f"{left}{saved}." if place != "optimizer" else left)
+    assert saved.exists() == (place != "optimizer")
+    if saved.exists():
+        resumed = trainer("out")
+        resumed.train(resume_from_checkpoint=str(saved))
+        made = trainer("whole")
+        made.train()
+        assert interrupted.logged(resumed) == interrupted.logged(made)
+        assert (weights(resumed.model) == weights(made.model)).all()
 
 
 def test_a_signal_before_the_first_step_leaves_its_evaluation(tmp_path):

@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -179,10 +180,11 @@ class ForkServer:
     def _send(self, command: str, *descriptors: int) -> None:
         """Send a command, for which the child may have no room until it has read others; kill a child that hangs."""
         waited = self._waiting("its fork server")
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
         try:
             while True:
                 with contextlib.suppress(BlockingIOError):
-                    socket.send_fds(self._control, [command.encode()], descriptors, socket.MSG_DONTWAIT)
+                    self._control.sendmsg([command.encode()], rights, socket.MSG_DONTWAIT)  # send_fds drops its flags
                     return waited.progressed()
                 if waited.left <= 0:
                     raise EnvironmentFailed(f"{FailureKind.DIED}: its fork server hung for {waited.limit:g} s")

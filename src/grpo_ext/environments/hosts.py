@@ -200,7 +200,7 @@ class EnvironmentHost:
         if server is not None and not server.lost:
             return server
         if server is not None:
-            server.close()
+            self._servers.pop(imported).close()
         if imported in self._failed:
             raise self._failed[imported]
         try:

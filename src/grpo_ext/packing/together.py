@@ -15,8 +15,8 @@ def largest(number: float) -> float:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an allocator raised it, of a GPU or of the CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator:" in str(error)
+    """Return whether an allocator raised it, of a GPU, of the CPU or of Python."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator:" in str(error)
 
 
 @contextmanager

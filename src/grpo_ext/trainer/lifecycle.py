@@ -24,6 +24,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, RolloutDrift, SamplerLost, ServerLost
 from grpo_ext.objective.objective import Objective
+from grpo_ext.packing.together import is_out_of_memory
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
@@ -109,6 +110,7 @@ class Lifecycle(GRPOTrainer):
             ConfigError: the checkpoint is damaged or of another run, or the launch does not fit the settings.
             DataError: the stream ended before the first step.
             NonFiniteError: NaN or inf was found.
+            OutOfMemory: a process has too little memory.
             RankLost: another process has ended.
             RunInterrupted: a signal ended the run, which has saved a checkpoint.
         """
@@ -135,6 +137,10 @@ class Lifecycle(GRPOTrainer):
             if signals.requested:
                 raise interrupted(signals.requested, self.state, of_recipe=self.recipe_record is not None) from error
             raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise saving.out_of_memory(self, error) from error
         finally:
             self.collector.close()
         if self._guard.requested:
@@ -164,13 +170,16 @@ class Lifecycle(GRPOTrainer):
             self.control.should_evaluate = False
             self.control.should_training_stop = True
             self._stopped_at = step
-        self._writer.go_back = lambda: None  # the step is whole
+        self._step_is_whole()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._writer.go_back = saving.after_step(self)
         if self._guard.skipped_since_log and self._globalstep_last_logged == self.state.global_step:
             self._guard.skipped_since_log = False
             self._tr_loss.zero_()  # nan - nan is not 0
             self._total_loss_scalar = total
+
+    def _step_is_whole(self) -> None:
+        self._writer.go_back, self._guard.updating = lambda: None, False
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, with the number of skipped steps since the last log."""
@@ -296,7 +305,7 @@ class Lifecycle(GRPOTrainer):
 
         It is a whole step from now on, also for a run that ends otherwise.
         """
-        self._writer.go_back = lambda: None
+        self._step_is_whole()
         self._guard.requested = max(self._guard.requested, *everywhere(signals.requested))
         return bool(self._guard.requested)
 

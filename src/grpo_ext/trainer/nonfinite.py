@@ -50,6 +50,7 @@ class NonFiniteGuard:
         skipped: skipped steps since training began.
         requested: the signal that one of the processes received, 0 for none; the same on all processes.
         window: micro-batches of the current optimizer step.
+        updating: whether the optimizer may be changing the weights; the end of the step resets it.
     """
 
     def __init__(self, trainer: Guarded) -> None:
@@ -63,6 +64,7 @@ class NonFiniteGuard:
         self._computed: dict[str, Tensor] = {}
         self._recorder = Recorder(self.trainer)
         self.skipped = self._in_a_row = self.requested = 0
+        self.updating = False
         self.skipped_since_log = False
 
     def report(self) -> None:
@@ -152,7 +154,7 @@ class NonFiniteGuard:
             self._unsound(named, mine=bool(verdicts[accelerator.process_index][0]) or not in_a_forward)
         self.trainer._metrics["train"][SKIPPED].append(float(not sound))
         self.window.clear()
-        self._bad = None
+        self._bad, self.updating = None, True
         return sound
 
     def _flags(self, norm: Tensor) -> Tensor:

@@ -1,10 +1,15 @@
 """Checkpoints and final models that are complete or absent: what a trainer's hooks of saving do."""
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
+import torch
+
+from grpo_ext.errors import OutOfMemory
 from grpo_ext.rollout.random_streams import random_state
 from grpo_ext.trainer import card, in_flight
 from grpo_ext.trainer.checkpoints import identity, processes, state, writing
@@ -106,6 +111,27 @@ def save_and_explain(trainer: Any, error: Exception) -> None:
         trainer._save_checkpoint(trainer.model, trial=None)
     kept = f"The run can be resumed from {folder}." if step else "No step had been made."
     error.args = (f"{error}\n{kept}",)
+
+
+def out_of_memory(trainer: Any, error: Exception) -> OutOfMemory:
+    """Return the error that ends a run which has too little memory.
+
+    A checkpoint of the last whole step is saved by a run of one process, unless the optimizer was changing weights.
+    """
+    step, steps = trainer.state.global_step, trainer.state.max_steps
+    found = OutOfMemory(f"After step {step} of {steps}", error)
+    if trainer.accelerator.num_processes > 1 or trainer._guard.updating:
+        return found
+    clear_frames(error.__traceback__)  # what the step has computed
+    trainer.model.zero_grad(set_to_none=True)
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    try:
+        save_and_explain(trainer, found)
+    except Exception as trouble:
+        found.args = (f"{found}\nNo checkpoint could be saved: {trouble}",)
+    return found
 
 
 def save_final(trainer: Any, final: Path) -> None:

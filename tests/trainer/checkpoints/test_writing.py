@@ -97,6 +97,21 @@ def test_a_sealed_checkpoint_that_was_not_yet_renamed_is_kept(tmp_path):
     assert damage(tmp_path / "checkpoint-2") == []
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_weights_have_the_mode_that_the_umask_gives(umask, tmp_path):
+    """safetensors writes files that only their owner can read."""
+    before = os.umask(umask)
+    try:
+        out = build(tiny.model(), tmp_path / "out", max_steps=1, **STEPS)
+        out.train()
+        out.save_final(tmp_path / "out")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "out").rglob("*.*") if path.is_file()]
+    assert {"model.safetensors", "optimizer.pt"} < {path.name for path in files}
+    assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {oct(0o666 & ~umask)}
+
+
 # Rotation.
 
 

@@ -14,7 +14,7 @@ from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, WEIGHTS, numbered
 from grpo_ext.trainer.checkpoints.identity import changes
 from grpo_ext.trainer.checkpoints.manifest import changes as changed_files
-from grpo_ext.trainer.checkpoints.manifest import entries, files_in, sync, write_synced, wrong_entry
+from grpo_ext.trainer.checkpoints.manifest import entries, files_in, share, sync, write_synced, wrong_entry
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ def holds_weights(folder: Path) -> bool:
 def publish(folder: Path, output_dir: Path) -> list[str]:
     """Move a model, file by file, from `folder` to `output_dir`; return the names of its files."""
     names = files_in(folder)
+    share(folder / name for name in names)
     before = finished(output_dir) or {"files": {}}
     (output_dir / FINISHED_FILE).unlink(missing_ok=True)
     for name in names:

@@ -5,9 +5,13 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import reduce
+from operator import or_
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -40,10 +44,22 @@ def seal(folder: Path, **facts: Any) -> None:
     Raises:
         OSError: the disk refuses.
     """
-    content = {"format": _FORMAT, **facts, "written": time.time_ns(), "files": entries(folder, files_in(folder))}
+    names = files_in(folder)
+    content = {"format": _FORMAT, **facts, "written": time.time_ns(), "files": entries(folder, names)}
     write_synced(folder / MANIFEST, json.dumps(content | {"digest": _digest(content)}, indent=1))
+    share(folder / name for name in names)
     for parent in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
         sync(parent)
+
+
+def share(files: Iterable[Path]) -> None:
+    """Give the weights among the files of a folder, which safetensors lets only their owner read, the others' mode."""
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in files}
+    usual = reduce(or_, modes.values(), 0) & 0o666
+    for path, mode in modes.items():
+        if mode == 0o600 != usual:
+            with suppress(OSError):  # a file system without modes
+                path.chmod(usual)
 
 
 def files_in(folder: Path) -> list[str]:
