@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -279,16 +281,50 @@ def test_a_test_that_a_signal_ends_pays_nothing(hosts):
     assert (made.failure, made.reward, len(made.turns)) == (None, 0.0, 1)
 
 
-def test_no_program_outlives_the_fork_server(hosts, tmp_path):
-    program = (
-        "import os, signal, time; open(os.environ['PLACE'], 'w').write(str(os.getpid()));"
-        "parent = open(f'/proc/{os.getppid()}/stat').read().rsplit(')')[-1].split()[1];"
-        "os.kill(int(parent), signal.SIGKILL); time.sleep(3600)"
-    )
-    options = {"run": [sys.executable, "-c", program], "env": {"PLACE": str(tmp_path / "pid")}}
+STRAYS = """
+import os, subprocess, sys, time
+strays = [f"{how} sleep 3600 > /dev/null & echo $!" for how in ("", "setsid", "cd /; env -i setsid")]
+pids = [subprocess.run(["sh", "-c", line], stdout=-1, start_new_session=True).stdout.decode() for line in strays]
+killed = os.getpid()
+for _ in range(int(sys.argv[1])):
+    killed = int(open(f"/proc/{killed}/stat").read().rsplit(")")[-1].split()[1])
+with open(os.environ["PLACE"] + ".new", "w") as file:
+    file.write(f"{os.getpid()} {killed} {' '.join(pids)}")
+os.rename(file.name, os.environ["PLACE"])
+os.kill(killed, 9)
+time.sleep(3600)
+"""
+HELD = """
+import sys
+from grpo_ext.child_processes import Warded
+held = Warded([sys.executable, "-c", sys.argv[1], "2"])
+held.process.wait()
+"""
+
+
+def gone(place):
+    """Wait until the processes whose PIDs are in a file have ended."""
+    end = time.monotonic() + PATIENCE
+    while not place.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    left = {int(pid) for pid in place.read_text().split()}
+    assert len(left) == 5
+    while left and time.monotonic() < end:
+        left = {pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
+        time.sleep(0.02)
+    return not left
+
+
+@pytest.mark.parametrize("killed", range(1, 5))  # its warden, the attempt, the fork server, the server's warden
+def test_no_program_outlives_the_processes_above_it(hosts, tmp_path, killed):
+    options = {"run": [sys.executable, "-c", STRAYS, str(killed)], "env": {"PLACE": str(tmp_path / "pids")}}
     [made], _ = run(hosts, tasks(spec("command", kwargs=options), [{}]))
-    assert made.failure.startswith("died: ")
-    pid, end = int((tmp_path / "pid").read_text()), time.monotonic() + PATIENCE
-    while psutil.pid_exists(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(pid)
+    assert made.failure.startswith("raised: " if killed == 1 else "died: ")
+    assert gone(tmp_path / "pids")
+
+
+def test_no_program_outlives_the_trainer(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PLACE": str(tmp_path / "pids")}
+    trainer = subprocess.Popen([sys.executable, "-c", HELD, STRAYS], env=env)
+    assert gone(tmp_path / "pids")
+    assert trainer.wait() == -signal.SIGKILL
