@@ -1,6 +1,7 @@
 """Errors for users. A message has the value, the reason and the cure, without secrets."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -166,6 +167,46 @@ def is_secret(name: str) -> bool:
     """Return whether a setting, option or header of this name holds a secret, as `hub_token` and `X-API-Key` do."""
     name = name.lower().replace("-", "_")
     return name.endswith(_ENDS) and not name.removesuffix("_token").endswith(_OF_A_VOCABULARY)
+
+
+_SECRET_WORDS = frozenset(
+    (
+        *("key", "token", "apikey", "secret", "password", "passwd", "passphrase", "pass", "pwd", "pat"),
+        *("credential", "credentials", "auth", "authorization"),
+    )
+)
+"""Words between the underscores of a variable's name."""
+_SHORTEST = 8
+"""Fewest characters of a secret's value that is looked for in texts: a shorter one may be there by chance."""
+
+
+def secret_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that are secrets by their names, as HF_TOKEN and AZURE_KEY_2 are."""
+
+    def secret(name: str) -> bool:
+        return name.lower() not in ("pwd", "key") and (
+            is_secret(name) or not _SECRET_WORDS.isdisjoint(name.lower().split("_"))
+        )
+
+    return {name: value for name, value in environment.items() if secret(name)}
+
+
+def without_secrets(value: Any) -> Any:
+    """Return texts, in lists and mappings too, with *** for values of secret variables of this process.
+
+    Keys of well-known forms go too. Any other text stays: a completion may well set a password.
+    """
+    values = {text for text in secret_variables(os.environ).values() if len(text) >= _SHORTEST}
+    exact = "|".join(map(re.escape, sorted(values, key=len, reverse=True)))
+    return _hidden(value, re.compile(f"{exact}|{_WELL_KNOWN.pattern}" if exact else _WELL_KNOWN.pattern))
+
+
+def _hidden(value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return pattern.sub("***", value)
+    if isinstance(value, Mapping):
+        return {key: _hidden(part, pattern) for key, part in value.items()}
+    return [_hidden(part, pattern) for part in value] if type(value) in (list, tuple) else value
 
 
 def redacted(value: object, name: str = "") -> Any:

@@ -237,6 +237,10 @@ RUN = {"run": ["python3", "{folder}/a.py"]}
             {"name": "command", "kwargs": RUN | {"reward": "file", "reward_file": "../r"}},
             "a path that leaves the attempt's folder",
         ),
+        ({"name": "command", "kwargs": RUN, "secrets": ["NOT_THERE_KEY"]}, "not set in the environment"),
+        ({"name": "command", "kwargs": RUN, "secrets": "HF_TOKEN"}, "not a list"),
+        ({"name": "guess", "secrets": ["PATH"]}, "only agents are kept from secrets"),
+        ({"name": "command", "kwargs": RUN, "isolate": False}, "would have the secrets of this process"),
         ({"name": "command", "kwargs": RUN | {"reward": "none", "test": ["true"]}}, "pays nothing with reward: none"),
     ],
 )
@@ -328,3 +332,15 @@ def test_no_program_outlives_the_trainer(tmp_path):
     trainer = subprocess.Popen([sys.executable, "-c", HELD, STRAYS], env=env)
     assert gone(tmp_path / "pids")
     assert trainer.wait() == -signal.SIGKILL
+
+
+def test_an_agent_gets_no_secret_of_the_trainer_that_its_entry_does_not_name(hosts, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hardly.guessed")
+    monkeypatch.setenv("NAMED_API_KEY", "named by its entry")
+    program = "import os; print(os.environ.get('HF_TOKEN'), os.environ.get('NAMED_API_KEY'), os.environ['MY_TOKEN'])"
+    options = {"run": [sys.executable, "-c", program], "env": {"MY_TOKEN": "own"}}
+    given = spec("command", kwargs=options, secrets=["NAMED_API_KEY"])
+    [made], _ = run(hosts, tasks(given, [{}]))
+    assert made.failure.endswith("None *** own")  # and what it prints is shown without them
+    [made], _ = run(hosts, tasks(spec("support.agents:environment"), [{}]))
+    assert made.failure.endswith("RuntimeError: HF_TOKEN is None")

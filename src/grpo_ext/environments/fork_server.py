@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,15 +52,16 @@ class ForkServer:
     Args:
         imported: what it imports, as `import_request` returns it.
         memory_gib: memory that each process may use.
+        withheld: environment variables that they do not get.
 
     Raises:
         EnvironmentFailed: the environment cannot be imported, or not in time.
     """
 
-    def __init__(self, imported: bytes, memory_gib: float) -> None:
+    def __init__(self, imported: bytes, memory_gib: float, withheld: Collection[str] = ()) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         with theirs:
-            self._child = Child(_PROGRAM, memory_gib, (theirs.fileno(),))
+            self._child = Child(_PROGRAM, memory_gib, (theirs.fileno(),), withheld)
         self._codes: dict[int, int | None] = {}
         self._running: set[int] = set()
         self._child.stream.send(imported)

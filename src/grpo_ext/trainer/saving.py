@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.bounded import write_text
 from grpo_ext.rollout.random_streams import random_state
 from grpo_ext.trainer import card, in_flight
 from grpo_ext.trainer.checkpoints import identity, processes, state, writing
@@ -106,7 +107,7 @@ def save_final(trainer: Any, final: Path) -> None:
 def save_objective(trainer: Any, folder: Path) -> None:
     """Write the resolved loss beside a model."""
     if trainer.args.should_save:
-        (folder / OBJECTIVE_FILE).write_text(json.dumps(trainer.objective.to_dict(), indent=2))
+        write_text(folder / OBJECTIVE_FILE, json.dumps(trainer.objective.to_dict(), indent=2))
 
 
 def write_card(trainer: Any, folder: Path, **kwargs: Any) -> None:

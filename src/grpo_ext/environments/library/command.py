@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from grpo_ext.child_processes import Warded, describe_exit
 from grpo_ext.environments.library.folder import Folder
@@ -78,8 +78,7 @@ class Command(Agent):
         if reward not in ("exit", "file", "none"):
             yield Problem("reward", reward, "not a kind of reward", "Set exit, file or none.")
         for name, value in (("env", env), ("files", files), ("test_files", test_files)):
-            texts = isinstance(value, Mapping) and all(isinstance(x, str) for pair in value.items() for x in pair)
-            if value is not None and not texts:
+            if value is not None and not _texts(value):
                 yield Problem(name, value, "not a mapping of texts to texts", "Put numbers in quotes.")
         if reward_file is not None and reward != "file":
             yield Problem("reward_file", reward_file, f"has no effect with reward: {reward}", "Set reward: file.")
@@ -87,8 +86,9 @@ class Command(Agent):
             yield Problem("test", test, "pays nothing with reward: none", "Remove one of them.")
         if test_files and test is None:
             yield Problem("test_files", test_files, "written for test, which is not set", "Set test, or use files.")
-        named = {"files": files, "test_files": test_files, "reward_file": {reward_file or _FILE: ""}}
-        for name, paths in ((name, [*value]) for name, value in named.items() if isinstance(value, Mapping)):
+        written: dict[str, object] = {"files": files, "test_files": test_files}
+        named = {name: [*given] for name, given in written.items() if _texts(given)}
+        for name, paths in {**named, "reward_file": [reward_file or _FILE]}.items():
             if not all(_inside(path) for path in paths):
                 yield Problem(name, paths, "a path that leaves the attempt's folder", "Name files inside it.")
 
@@ -154,6 +154,10 @@ def _found(program: str, env: object) -> bool:
     """Return whether a program is there, or is looked for in the attempt only."""
     of_the_attempt = _PLACE.search(program) or ("/" in program and not Path(program).is_absolute())
     return bool(of_the_attempt or (isinstance(env, Mapping) and "PATH" in env) or shutil.which(program))
+
+
+def _texts(value: object) -> TypeGuard[Mapping[str, str]]:
+    return isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
 
 
 def _inside(path: object) -> bool:
