@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final
 
@@ -160,6 +161,7 @@ _ENTRY = re.compile(
 """A name with its value: in quotes, in brackets, or one word that is not a name with its value in turn."""
 _URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s'"<>]+""")
 _AUTHORIZATION = re.compile(r"""(authorization\W{1,4}(?:basic|bearer)\s+)[^\s'",;]+""", re.IGNORECASE)
+_LEVELS = 20
 _WELL_KNOWN = re.compile(r"\b(?:(?:hf_|ghp_)[A-Za-z0-9]{16,}|(?:sk-|github_pat_|glpat-|xox[bp]-)[\w-]{16,})")
 
 
@@ -222,18 +224,23 @@ def redacted(value: object, name: str = "") -> Any:
 
 def redacted_text(text: str) -> str:
     """Return a message with *** in place of the values of secrets, also in urls."""
-    return _WELL_KNOWN.sub("***", _AUTHORIZATION.sub(r"\1***", _ENTRY.sub(_entry, _in_urls(text))))
+    return _WELL_KNOWN.sub(
+        "***", _AUTHORIZATION.sub(r"\1***", _ENTRY.sub(partial(_entry, levels=_LEVELS), _in_urls(text)))
+    )
 
 
-def _entry(found: re.Match[str]) -> str:
-    """Return a name with its value, or with *** for a secret; a word behind `token: ` may be prose."""
+def _entry(found: re.Match[str], levels: int) -> str:
+    """Return a name with its value, or with *** for a secret; a word behind `token: ` may be prose.
+
+    Values are read as names with values in turn, `levels` deep; what is deeper is not shown.
+    """
     name, quote = found["name"], found["quote"] or ""
     before = f"{name}{found['between']}{quote}"
     prose = found["word"] is not None and not found["word"].isdecimal() and not re.search("[_-]", name)
-    if is_secret(name) and not prose:
+    if not levels or (is_secret(name) and not prose):
         return f"{before}***{quote}"
     value = found["text"] or found["inside"] or found["word"] or ""
-    return f"{before}{_ENTRY.sub(_entry, value)}{quote}"
+    return f"{before}{_ENTRY.sub(partial(_entry, levels=levels - 1), value)}{quote}"
 
 
 def _in_urls(text: str) -> str:

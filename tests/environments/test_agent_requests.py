@@ -13,16 +13,21 @@ import openai
 import psutil
 import pytest
 
+from grpo_ext.environments import agents as agents_module
 from grpo_ext.environments import hosts as hosting
+from grpo_ext.environments.agents import Agents
 from grpo_ext.environments.attempt import AttemptLimits
 from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.endpoint.history import History
+from grpo_ext.environments.endpoint.requests import ChatRequest, PendingRequest
+from grpo_ext.environments.endpoint.server import Inbox
 from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.library.command import model_variables
 from grpo_ext.environments.protocol import AgentTask
+from grpo_ext.environments.rendering import Renderer, TooLong
 from grpo_ext.objective.trajectory import Sample
 from grpo_ext.trainer.acting import Acting
-from support import speakers
+from support import speakers, tiny
 from support.agent_runs import EOS, Random, run, spec, tasks
 from support.agents import GO, three_turns
 from support.processes import PATIENCE
@@ -344,3 +349,52 @@ def test_an_agent_gets_no_secret_of_the_trainer_that_its_entry_does_not_name(hos
     assert made.failure.endswith("None *** own")  # and what it prints is shown without them
     [made], _ = run(hosts, tasks(spec("support.agents:environment"), [{}]))
     assert made.failure.endswith("RuntimeError: HF_TOKEN is None")
+
+
+class Counting:
+    """A tokenizer that counts the characters that it reads."""
+
+    def __init__(self):
+        self.real, self.read = tiny.tokenizer(), 0
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def __call__(self, text, **options):
+        self.read += len(text)
+        return self.real(text, **options)
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_request_far_beyond_the_room_is_refused_before_it_is_read_whole(role):
+    tokenizer, most = Counting(), 1000
+    history = History(Renderer(tokenizer, {}), most)
+    messages = [{"role": "user", "content": "go"}, {"role": role, "content": "a b c " * 1_000_000}]
+    with pytest.raises(TooLong, match=r"more than 1,000 tokens"):
+        history.opened(ChatRequest(messages))
+    assert tokenizer.read < 2**18
+
+
+@pytest.mark.parametrize("most", [1, 10, 1000])
+def test_what_fits_is_not_refused(most):
+    renderer = Renderer(tiny.tokenizer(), {})
+    text = "a" * (9 * most)  # many characters for what the model has room for
+    ids = renderer._encoded(text)
+    assert renderer._encoded(text, len(ids)) == ids
+    many = ["go"] * 20_000
+    assert len(renderer.opening([{"role": "user", "content": text} for text in many], None).ids) > 20_000
+
+
+def test_many_requests_leave_time_to_look_at_the_end_of_the_run(monkeypatch):
+    made = Agents(Renderer(tiny.tokenizer(), {}), None, None, True)
+    made._inbox = Inbox()
+    asked = [PendingRequest(i, ChatRequest(GO), print) for i in range(5)]
+    for request in asked:
+        made._inbox.put(request)
+    monkeypatch.setattr(agents_module.leaving, "is_set", lambda: True)
+    made.take()
+    assert list(made._inbox._requests) == asked[1:]
+    monkeypatch.undo()
+    made.take()
+    assert not made._inbox._requests
+    made.close()
