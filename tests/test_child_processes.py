@@ -8,13 +8,14 @@ from functools import partial
 
 import pytest
 
-from grpo_ext.child_processes import die_with_parent, kill_group
+from grpo_ext.child_processes import kill_group
+from grpo_ext.warden import die_with_parent
 from support.processes import PATIENCE
 
 PARENT = '''
 import os, signal, subprocess, sys
 from functools import partial
-from grpo_ext.child_processes import die_with_parent
+from grpo_ext.warden import die_with_parent
 child = """
 import signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("told")))

@@ -1,13 +1,16 @@
-"""Read what somebody else may have written: regular files only, bounded in size and in depth; finite numbers."""
+"""Read and write where others may have written: regular files, bounded in size and depth; no link is written to."""
 
 import json
 import os
 import re
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from secrets import token_hex
+from typing import Any, TextIO
 
 MAX_DEPTH = 100
 """Most lists and objects inside each other."""
@@ -15,6 +18,8 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 """Colours and other control characters, without tabs and ends of lines."""
 LARGEST = 2**26
 """Most bytes of a file of settings or records."""
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[][{}]', re.DOTALL)
+"""A string of JSON, to the end of the text if it has no end, or a bracket."""
 
 
 def finite(value: object) -> float | None:
@@ -75,6 +80,57 @@ def check_depth(text: str) -> None:
     """
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
-    brackets = re.findall(r"[\[\]{}]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text))
-    if max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > MAX_DEPTH:
+    marks = (found[0] for found in _TOKEN.finditer(text))
+    steps = (1 if mark in "[{" else -1 for mark in marks if mark[0] != '"')
+    if max(accumulate(steps), default=0) > MAX_DEPTH:
         raise ValueError(f"lists and objects inside each other more than {MAX_DEPTH} deep")
+
+
+# Writing.
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a new path beside a file, which takes its place at the end: a link is replaced, half a file never seen."""
+    if path.absolute().parts[1:2] == ("dev",):  # /dev/stdout is no file to be replaced
+        yield path
+        return
+    aside = path.with_name(f".{path.stem[:100]}.{token_hex(4)}{path.suffix}")
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def remove_link(path: Path) -> None:
+    """Remove a link, for a writer of others that would follow it."""
+    if path.is_symlink():
+        path.unlink()
+
+
+def appending(path: Path) -> TextIO:
+    """Open a regular file to add text to it.
+
+    Raises:
+        OSError: it is a link or no regular file, or cannot be written.
+    """
+    file = open(path, "a", encoding="utf-8", opener=_without_links)  # noqa: SIM115 (the caller closes it)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a regular file")
+    return file
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)

@@ -1,7 +1,6 @@
 """Child processes: they import what their parent can, end with it, and are killed with all that they started."""
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -12,9 +11,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from grpo_ext import warden
 from grpo_ext.frames import FrameStream
 from grpo_ext.terminal import protect
 
@@ -31,24 +32,72 @@ _POLL_SECONDS = 0.5
 # Processes.
 
 
-def start_python(
-    program: str, arguments: Iterable[object], fds: Sequence[int], **variables: str
-) -> "subprocess.Popen[bytes]":
+def start_python(program: str, arguments: Iterable[object], fds: Sequence[int]) -> "subprocess.Popen[bytes]":
     """Start Python source in a group of its own, which signals of the terminal do not reach; it imports what we can.
 
     Args:
         program: the source.
         arguments: its command line.
         fds: descriptors that it inherits.
-        variables: added to its environment.
     """
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        pass_fds=fds,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables},
-        start_new_session=True,
-    )
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+    return subprocess.Popen(command, pass_fds=fds, env=_importing(os.environ), **options)
+
+
+def _importing(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which Python imports what we can."""
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+class Warded:
+    """A command with a warden, which ends all that it starts: when it ends, by `end`, or when this process is killed.
+
+    Args:
+        command: program and arguments.
+        fds: descriptors that it inherits.
+        options: of `subprocess.Popen`.
+
+    Attributes:
+        process: the warden, which ends as the command does.
+    """
+
+    def __init__(self, command: Sequence[str], fds: Sequence[int] = (), **options: Any) -> None:
+        self._lifeline, theirs = socket.socketpair()
+        try:
+            with theirs:
+                number = theirs.fileno()
+                line = [sys.executable, "-I", "-S", warden.__file__, str(number), *command]
+                own: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+                self.process = subprocess.Popen(line, pass_fds=[number, *fds], **own, **options)
+        except BaseException:
+            self._lifeline.close()
+            raise
+
+    def interrupt(self) -> None:
+        """Have the warden end everything, and do not wait."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._lifeline.shutdown(socket.SHUT_WR)
+
+    def end(self, grace: float = 0.0) -> int:
+        """End everything after `grace` seconds in which the command may exit. Return its exit code."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace)
+        self.interrupt()
+        return kill_group(self.process, 2 * warden.ENDING_SECONDS)
+
+    def left(self) -> tuple[int | None, bool]:
+        """Return, once it has ended, the errno of a command that was not started, and whether something may still run.
+
+        It can be called once.
+        """
+        with self._lifeline:
+            self._lifeline.setblocking(False)
+            with contextlib.suppress(OSError):
+                told = self._lifeline.recv(16)
+                number = told.removesuffix(warden.ENDED).decode()
+                return int(number) if number.isdecimal() else None, not told.endswith(warden.ENDED)
+        return None, True
 
 
 def kill_group(process: "subprocess.Popen[bytes]", grace: float = 0.0) -> int:
@@ -70,20 +119,6 @@ def describe_exit(code: int) -> str:
 
 # In the child.
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
-
-
-def die_with_parent(parent: int, number: int) -> None:
-    """Have Linux send this process a signal when the thread of `parent` that started it ends, even if it hangs."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it has ended already
-        os._exit(1)
-
 
 def end_with_parent(parent: int) -> None:
     """End this process soon after its parent; any thread of the parent may have started it."""
@@ -94,11 +129,6 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def adopt_orphans() -> None:
-    """Become the parent of the processes that children leave behind (Linux)."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def traceback_tail(error: BaseException) -> str:
@@ -119,24 +149,27 @@ _starting = threading.Lock()
 
 
 class Child:
-    """A process that answers framed requests, with a socket to it and a folder for its temporary files.
+    """A process that answers framed requests, with a socket to it, a warden, and a folder for its temporary files.
 
     Args:
-        program: Python source. Its arguments are a descriptor, the memory limit, our PID and `fds`; see `begin`.
+        program: Python source. Its arguments are a descriptor, the memory limit and `fds`; see `begin`.
         memory_gib: memory it may use; 0 for no limit.
         fds: further descriptors that it inherits.
+        withheld: environment variables that it does not get.
     """
 
-    def __init__(self, program: str, memory_gib: float, fds: Sequence[int] = ()) -> None:
+    def __init__(self, program: str, memory_gib: float, fds: Sequence[int] = (), withheld: Iterable[str] = ()) -> None:
         with _starting:
             channel, theirs = socket.socketpair()
             self.stream = FrameStream(channel, LARGEST_ANSWER)
-            self.folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{_pid_namespace()}_{os.getpid()}_")
+            self.folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{_pid_namespace()}_{os.getpid()}_"))
             try:
                 with theirs:
                     fds = [theirs.fileno(), *fds]
-                    arguments = (fds[0], memory_gib, os.getpid(), *fds[1:])
-                    self.process = start_python(program, arguments, fds, TMPDIR=self.folder)
+                    command = [sys.executable, "-c", program, *map(str, (fds[0], memory_gib, *fds[1:]))]
+                    env = _importing({**os.environ, "TMPDIR": str(self.folder)})
+                    self._warded = Warded(command, fds, env={n: v for n, v in env.items() if n not in set(withheld)})
+                    self.process = self._warded.process
             except BaseException:
                 self._discard()
                 raise
@@ -144,14 +177,14 @@ class Child:
 
     def interrupt(self) -> None:
         """Kill it with all that it started, for another thread that waits for its answer and then calls `kill`."""
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        self._warded.interrupt()
 
     def kill(self, grace: float = 0.0) -> int:
         """Kill it with all that it started, after `grace` seconds in which it may exit. Return the exit code."""
         if self in _children:
-            kill_group(self.process, grace)
+            self._warded.end(grace)
+            if self._warded.left()[1]:  # the warden was killed
+                _end_those_of(self.folder)
             self._discard()
         return self.process.wait()
 
@@ -170,19 +203,39 @@ def kill_children() -> None:
     """Kill all children of this process and start none from now on; for a process that exits without cleanup."""
     _starting.acquire(timeout=_LOCK_SECONDS)  # never released: another thread would replace the children it misses
     for child in list(_children):
+        child.interrupt()
+    for child in list(_children):
         with contextlib.suppress(Exception):
             child.kill()
 
 
 def remove_stale_folders() -> None:
-    """Remove the folders of children whose parent was killed and could not remove them."""
+    """Remove the folders of children whose parent was killed, and end what still runs there."""
     prefix = f"{FOLDER_PREFIX}{_pid_namespace()}_"
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*_*"):
         parent = folder.name.removeprefix(prefix).partition("_")[0]
         with contextlib.suppress(FileNotFoundError):  # it has just been removed
             own = folder.lstat().st_uid == getattr(os, "getuid", int)()
             if own and parent.isdecimal() and not _is_alive(int(parent)):
+                _end_those_of(folder)
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_those_of(folder: Path) -> None:
+    """Kill the processes that work in a child's folder or keep their temporary files there."""
+    for process in _those_of(folder):
+        warden.kill_with_group(process)
+
+
+def _those_of(folder: Path) -> Iterator[int]:
+    """Yield the processes of a child's folder, except this one; those of other users cannot be read."""
+    place = f"{folder}/"
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+            places = [os.readlink(process / "cwd"), *(v[7:] for v in variables if v.startswith("TMPDIR="))]
+            if any(f"{one}/".startswith(place) for one in places) and int(process.name) != os.getpid():
+                yield int(process.name)
 
 
 def _pid_namespace() -> int:
@@ -205,8 +258,7 @@ def _is_alive(pid: int) -> bool:
 
 def begin() -> socket.socket:
     """Apply the limits in `sys.argv` to this `Child`. Return its socket."""
-    descriptor, memory_gib, parent = sys.argv[1:4]
-    die_with_parent(int(parent), signal.SIGKILL)
+    descriptor, memory_gib = sys.argv[1:3]
     if (size := int(float(memory_gib) * 2**30)) > 0:  # an allocation beyond raises, instead of a machine that swaps
         import resource  # not on Windows, where this module must still import
 

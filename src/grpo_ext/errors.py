@@ -1,9 +1,11 @@
 """Errors for users. A message has the value, the reason and the cure, without secrets."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final
 
@@ -178,6 +180,7 @@ _ENTRY = re.compile(
 """A name with its value: in quotes, in brackets, or one word that is not a name with its value in turn."""
 _URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s'"<>]+""")
 _AUTHORIZATION = re.compile(r"""(authorization\W{1,4}(?:basic|bearer)\s+)[^\s'",;]+""", re.IGNORECASE)
+_LEVELS = 20
 _WELL_KNOWN = re.compile(r"\b(?:(?:hf_|ghp_)[A-Za-z0-9]{16,}|(?:sk-|github_pat_|glpat-|xox[bp]-)[\w-]{16,})")
 
 
@@ -185,6 +188,46 @@ def is_secret(name: str) -> bool:
     """Return whether a setting, option or header of this name holds a secret, as `hub_token` and `X-API-Key` do."""
     name = name.lower().replace("-", "_")
     return name.endswith(_ENDS) and not name.removesuffix("_token").endswith(_OF_A_VOCABULARY)
+
+
+_SECRET_WORDS = frozenset(
+    (
+        *("key", "token", "apikey", "secret", "password", "passwd", "passphrase", "pass", "pwd", "pat"),
+        *("credential", "credentials", "auth", "authorization"),
+    )
+)
+"""Words between the underscores of a variable's name."""
+_SHORTEST = 8
+"""Fewest characters of a secret's value that is looked for in texts: a shorter one may be there by chance."""
+
+
+def secret_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that are secrets by their names, as HF_TOKEN and AZURE_KEY_2 are."""
+
+    def secret(name: str) -> bool:
+        return name.lower() not in ("pwd", "key") and (
+            is_secret(name) or not _SECRET_WORDS.isdisjoint(name.lower().split("_"))
+        )
+
+    return {name: value for name, value in environment.items() if secret(name)}
+
+
+def without_secrets(value: Any) -> Any:
+    """Return texts, in lists and mappings too, with *** for values of secret variables of this process.
+
+    Keys of well-known forms go too. Any other text stays: a completion may well set a password.
+    """
+    values = {text for text in secret_variables(os.environ).values() if len(text) >= _SHORTEST}
+    exact = "|".join(map(re.escape, sorted(values, key=len, reverse=True)))
+    return _hidden(value, re.compile(f"{exact}|{_WELL_KNOWN.pattern}" if exact else _WELL_KNOWN.pattern))
+
+
+def _hidden(value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return pattern.sub("***", value)
+    if isinstance(value, Mapping):
+        return {key: _hidden(part, pattern) for key, part in value.items()}
+    return [_hidden(part, pattern) for part in value] if type(value) in (list, tuple) else value
 
 
 def redacted(value: object, name: str = "") -> Any:
@@ -200,18 +243,23 @@ def redacted(value: object, name: str = "") -> Any:
 
 def redacted_text(text: str) -> str:
     """Return a message with *** in place of the values of secrets, also in urls."""
-    return _WELL_KNOWN.sub("***", _AUTHORIZATION.sub(r"\1***", _ENTRY.sub(_entry, _in_urls(text))))
+    return _WELL_KNOWN.sub(
+        "***", _AUTHORIZATION.sub(r"\1***", _ENTRY.sub(partial(_entry, levels=_LEVELS), _in_urls(text)))
+    )
 
 
-def _entry(found: re.Match[str]) -> str:
-    """Return a name with its value, or with *** for a secret; a word behind `token: ` may be prose."""
+def _entry(found: re.Match[str], levels: int) -> str:
+    """Return a name with its value, or with *** for a secret; a word behind `token: ` may be prose.
+
+    Values are read as names with values in turn, `levels` deep; what is deeper is not shown.
+    """
     name, quote = found["name"], found["quote"] or ""
     before = f"{name}{found['between']}{quote}"
     prose = found["word"] is not None and not found["word"].isdecimal() and not re.search("[_-]", name)
-    if is_secret(name) and not prose:
+    if not levels or (is_secret(name) and not prose):
         return f"{before}***{quote}"
     value = found["text"] or found["inside"] or found["word"] or ""
-    return f"{before}{_ENTRY.sub(_entry, value)}{quote}"
+    return f"{before}{_ENTRY.sub(partial(_entry, levels=levels - 1), value)}{quote}"
 
 
 def _in_urls(text: str) -> str:

@@ -7,7 +7,19 @@ import pytest
 import yaml
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem, RewardError, is_secret, redacted, redacted_text
+from grpo_ext.data.completions import write_completions
+from grpo_ext.errors import (
+    ABSENT,
+    ConfigError,
+    DataError,
+    Problem,
+    RewardError,
+    is_secret,
+    redacted,
+    redacted_text,
+    secret_variables,
+    without_secrets,
+)
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
 from support import tiny
@@ -128,3 +140,36 @@ REDACTED = {
 @pytest.mark.parametrize("text", REDACTED)
 def test_keys_are_redacted_by_their_form_or_their_name(text):
     assert redacted_text(text) == REDACTED[text]
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "WANDB_API_KEY", "AZURE_KEY_2", "PGPASSWORD", "SMTP_PASS", "SSH_AUTH_SOCK"]
+)
+def test_variables_are_secrets_by_their_names(name):
+    assert secret_variables({name: "x"}) == {name: "x"}
+
+
+@pytest.mark.parametrize("name", ["PATH", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "HF_HOME", "KEYBOARD", "LANG"])
+def test_other_variables_are_not(name):
+    assert not secret_variables({name: "x"})
+
+
+def test_values_of_secret_variables_are_in_no_text(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hardly.guessed+1")
+    monkeypatch.setenv("MY_API_KEY", "hardly.guessed+1 and more")
+    monkeypatch.setenv("OTHER_KEY", "short")
+    said = [
+        {"role": "user", "content": "a hardly.guessed+1 and more, hardly.guessed+1, short; password = 'x'"},
+        3,
+        None,
+    ]
+    shown = [{"role": "user", "content": "a ***, ***, short; password = 'x'"}, 3, None]
+    assert without_secrets(said) == shown
+    assert without_secrets("sk-" + "a" * 20) == "***"
+
+
+def test_completions_are_written_without_secrets(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hardly.guessed")
+    for name in ("a.jsonl", "a.parquet"):
+        write_completions(tmp_path / name, [{"completion": [{"role": "assistant", "content": "hardly.guessed"}]}])
+        assert b"hardly" not in (tmp_path / name).read_bytes()

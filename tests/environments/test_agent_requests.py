@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,16 +13,21 @@ import openai
 import psutil
 import pytest
 
+from grpo_ext.environments import agents as agents_module
 from grpo_ext.environments import hosts as hosting
+from grpo_ext.environments.agents import Agents
 from grpo_ext.environments.attempt import AttemptLimits
 from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.endpoint.history import History
+from grpo_ext.environments.endpoint.requests import ChatRequest, PendingRequest
+from grpo_ext.environments.endpoint.server import Inbox
 from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.library.command import model_variables
 from grpo_ext.environments.protocol import AgentTask
+from grpo_ext.environments.rendering import Renderer, TooLong
 from grpo_ext.objective.trajectory import Sample
 from grpo_ext.trainer.acting import Acting
-from support import speakers
+from support import speakers, tiny
 from support.agent_runs import EOS, Random, run, spec, tasks
 from support.agents import GO, three_turns
 from support.processes import PATIENCE
@@ -235,6 +242,10 @@ RUN = {"run": ["python3", "{folder}/a.py"]}
             {"name": "command", "kwargs": RUN | {"reward": "file", "reward_file": "../r"}},
             "a path that leaves the attempt's folder",
         ),
+        ({"name": "command", "kwargs": RUN, "secrets": ["NOT_THERE_KEY"]}, "not set in the environment"),
+        ({"name": "command", "kwargs": RUN, "secrets": "HF_TOKEN"}, "not a list"),
+        ({"name": "guess", "secrets": ["PATH"]}, "only agents are kept from secrets"),
+        ({"name": "command", "kwargs": RUN, "isolate": False}, "would have the secrets of this process"),
         ({"name": "command", "kwargs": RUN | {"reward": "none", "test": ["true"]}}, "pays nothing with reward: none"),
     ],
 )
@@ -279,16 +290,111 @@ def test_a_test_that_a_signal_ends_pays_nothing(hosts):
     assert (made.failure, made.reward, len(made.turns)) == (None, 0.0, 1)
 
 
-def test_no_program_outlives_the_fork_server(hosts, tmp_path):
-    program = (
-        "import os, signal, time; open(os.environ['PLACE'], 'w').write(str(os.getpid()));"
-        "parent = open(f'/proc/{os.getppid()}/stat').read().rsplit(')')[-1].split()[1];"
-        "os.kill(int(parent), signal.SIGKILL); time.sleep(3600)"
-    )
-    options = {"run": [sys.executable, "-c", program], "env": {"PLACE": str(tmp_path / "pid")}}
+STRAYS = """
+import os, subprocess, sys, time
+strays = [f"{how} sleep 3600 > /dev/null & echo $!" for how in ("", "setsid", "cd /; env -i setsid")]
+pids = [subprocess.run(["sh", "-c", line], stdout=-1, start_new_session=True).stdout.decode() for line in strays]
+killed = os.getpid()
+for _ in range(int(sys.argv[1])):
+    killed = int(open(f"/proc/{killed}/stat").read().rsplit(")")[-1].split()[1])
+with open(os.environ["PLACE"] + ".new", "w") as file:
+    file.write(f"{os.getpid()} {killed} {' '.join(pids)}")
+os.rename(file.name, os.environ["PLACE"])
+os.kill(killed, 9)
+time.sleep(3600)
+"""
+HELD = """
+import sys
+from grpo_ext.child_processes import Warded
+held = Warded([sys.executable, "-c", sys.argv[1], "2"])
+held.process.wait()
+"""
+
+
+def gone(place):
+    """Wait until the processes whose PIDs are in a file have ended."""
+    end = time.monotonic() + PATIENCE
+    while not place.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    left = {int(pid) for pid in place.read_text().split()}
+    assert len(left) == 5
+    while left and time.monotonic() < end:
+        left = {pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
+        time.sleep(0.02)
+    return not left
+
+
+@pytest.mark.parametrize("killed", range(1, 5))  # its warden, the attempt, the fork server, the server's warden
+def test_no_program_outlives_the_processes_above_it(hosts, tmp_path, killed):
+    options = {"run": [sys.executable, "-c", STRAYS, str(killed)], "env": {"PLACE": str(tmp_path / "pids")}}
     [made], _ = run(hosts, tasks(spec("command", kwargs=options), [{}]))
-    assert made.failure.startswith("died: ")
-    pid, end = int((tmp_path / "pid").read_text()), time.monotonic() + PATIENCE
-    while psutil.pid_exists(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(pid)
+    assert made.failure.startswith("raised: " if killed == 1 else "died: ")
+    assert gone(tmp_path / "pids")
+
+
+def test_no_program_outlives_the_trainer(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PLACE": str(tmp_path / "pids")}
+    trainer = subprocess.Popen([sys.executable, "-c", HELD, STRAYS], env=env)
+    assert gone(tmp_path / "pids")
+    assert trainer.wait() == -signal.SIGKILL
+
+
+def test_an_agent_gets_no_secret_of_the_trainer_that_its_entry_does_not_name(hosts, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hardly.guessed")
+    monkeypatch.setenv("NAMED_API_KEY", "named by its entry")
+    program = "import os; print(os.environ.get('HF_TOKEN'), os.environ.get('NAMED_API_KEY'), os.environ['MY_TOKEN'])"
+    options = {"run": [sys.executable, "-c", program], "env": {"MY_TOKEN": "own"}}
+    given = spec("command", kwargs=options, secrets=["NAMED_API_KEY"])
+    [made], _ = run(hosts, tasks(given, [{}]))
+    assert made.failure.endswith("None *** own")  # and what it prints is shown without them
+    [made], _ = run(hosts, tasks(spec("support.agents:environment"), [{}]))
+    assert made.failure.endswith("RuntimeError: HF_TOKEN is None")
+
+
+class Counting:
+    """A tokenizer that counts the characters that it reads."""
+
+    def __init__(self):
+        self.real, self.read = tiny.tokenizer(), 0
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def __call__(self, text, **options):
+        self.read += len(text)
+        return self.real(text, **options)
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_request_far_beyond_the_room_is_refused_before_it_is_read_whole(role):
+    tokenizer, most = Counting(), 1000
+    history = History(Renderer(tokenizer, {}), most)
+    messages = [{"role": "user", "content": "go"}, {"role": role, "content": "a b c " * 1_000_000}]
+    with pytest.raises(TooLong, match=r"more than 1,000 tokens"):
+        history.opened(ChatRequest(messages))
+    assert tokenizer.read < 2**18
+
+
+@pytest.mark.parametrize("most", [1, 10, 1000])
+def test_what_fits_is_not_refused(most):
+    renderer = Renderer(tiny.tokenizer(), {})
+    text = "a" * (9 * most)  # many characters for what the model has room for
+    ids = renderer._encoded(text)
+    assert renderer._encoded(text, len(ids)) == ids
+    many = ["go"] * 20_000
+    assert len(renderer.opening([{"role": "user", "content": text} for text in many], None).ids) > 20_000
+
+
+def test_many_requests_leave_time_to_look_at_the_end_of_the_run(monkeypatch):
+    made = Agents(Renderer(tiny.tokenizer(), {}), None, None, True)
+    made._inbox = Inbox()
+    asked = [PendingRequest(i, ChatRequest(GO), print) for i in range(5)]
+    for request in asked:
+        made._inbox.put(request)
+    monkeypatch.setattr(agents_module.leaving, "is_set", lambda: True)
+    made.take()
+    assert list(made._inbox._requests) == asked[1:]
+    monkeypatch.undo()
+    made.take()
+    assert not made._inbox._requests
+    made.close()

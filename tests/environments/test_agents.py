@@ -424,7 +424,7 @@ def test_a_command_is_paid_by_its_status_a_file_or_a_test(hosts, program, kwargs
 
 FAULTS = {
     "ask('a'); print('so far', flush=True); os.kill(os.getpid(), 9)": "raised: run: .*was killed by SIGKILL. so far",
-    "ask('a'); os.kill(os.getppid(), 9)": "died: it was killed by SIGKILL",
+    "ask('a'); os.kill(os.getppid(), 9)": "raised: run: .*was killed by SIGKILL",
     "import time; ask('a'); print('so far', flush=True); time.sleep(3600)": "timeout: .*within 3 s",
     "print('I say no'); sys.exit(1)": "raised: run: it ended without an answer of the model. I say no",
 }

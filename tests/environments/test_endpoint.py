@@ -1,6 +1,9 @@
 """The wire format of the agents' endpoint, and the match of a request to a finished turn, by hand."""
 
+import contextlib
 import json
+import socket
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -11,6 +14,7 @@ from grpo_ext.environments.endpoint import chat, messages, responses, server
 from grpo_ext.environments.endpoint.history import Finished, continued, key_of
 from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply
 from grpo_ext.environments.library.command import filled
+from support.processes import PATIENCE
 
 USER = {"role": "user", "content": "add 1 and 2"}
 CALL = {"id": "call_9", "type": "function", "function": {"name": "add", "arguments": '{"b": 2, "a": 1}'}}
@@ -391,3 +395,62 @@ def test_a_refusal_at_once_has_its_status_in_a_stream_too():
     finally:
         endpoint.close()
     assert (answered.status_code, answered.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+@pytest.fixture
+def endpoint():
+    opened = server.Endpoint({})
+    inbox = server.Inbox()
+    yield opened, inbox
+    opened.close()
+    inbox.close()
+
+
+def status(url, key, body=b"{"):
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{url}/v1/chat/completions", headers=headers, content=body, trust_env=False).status_code
+
+
+def test_only_the_key_of_an_attempt_shows_that_it_was_there(endpoint):
+    opened, inbox = endpoint
+    one, other = (opened.open(inbox, lambda: None) for _ in range(2))
+    root = one.url.rpartition("/")[0]
+    assert status(one.url, one.key) == 400
+    opened.shut(one)
+    assert status(one.url, one.key) == 410
+    assert {status(f"{root}/{n}", other.key) for n in (1, 3, 0, 10**30)} == {401}
+    assert status(one.url, "none") == 401
+    assert status(other.url, one.key) == 401
+
+
+def test_connections_are_bounded_and_none_stays_without_a_key(monkeypatch, caplog):
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(server, "_STRANGE_SECONDS", 0.5)
+    opened, inbox = server.Endpoint({}), server.Inbox()
+    line = opened.open(inbox, lambda: None)
+    strangers = [socket.create_connection(opened._socket.getsockname()) for _ in range(200)]
+    try:
+        for stranger in strangers:
+            stranger.settimeout(PATIENCE)
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(1) == b""
+        with httpx.Client(trust_env=False) as client:
+            headers = {"Authorization": f"Bearer {line.key}"}
+            for _ in range(2):
+                assert client.get(f"{line.url}/v1/models", headers=headers).status_code == 200
+                time.sleep(0.8)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        opened.close()
+        inbox.close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "more", [{"model": "m" * 201}, {"model": {"a": 1}}, {"stop": ["a"] * 65}, {"stop": "a" * 1001}]
+)
+def test_what_an_answer_repeats_or_looks_for_is_bounded(more):
+    body = {"messages": [{"role": "user", "content": "a"}], **more}
+    with pytest.raises(Refused, match=r"at most|more than"):
+        chat.parse(json.dumps(body).encode())

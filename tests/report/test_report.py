@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from grpo_ext.report import reading
 from grpo_ext.report.completions import CLIPS, clipped
 from grpo_ext.report.curves import COLOURS, Curve, banded, pictures, ticks
 from grpo_ext.report.facts import without_paths
@@ -386,3 +387,13 @@ def test_reward_weights_come_from_the_record(tmp_path):
     [run] = read_runs([run_folder(tmp_path / "mine", log=[{"rewards/other/mean": 1.0, "step": 1}])])
     assert run.rewards == {"other": None, "accuracy": 1.0, "format": 0.5}
     assert run.record["learning_rate"] == RECORD["learning_rate"]
+
+
+def test_a_log_without_end_is_read_to_a_bound(tmp_path, monkeypatch):
+    row = json.dumps({"step": 1, "loss": 0.5}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(row * 10)
+    monkeypatch.setattr(reading, "_LARGEST_LOG", 3 * len(row) + 2)
+    [run] = read_runs([tmp_path])
+    assert len(run.log) == 3
+    assert any("only its first" in note for note in run.notes)
+    assert not any("left out" in note for note in run.notes)

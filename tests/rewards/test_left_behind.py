@@ -1,6 +1,7 @@
 """Folders of workers go with them, and those of processes that were killed with the next start."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from grpo_ext.child_processes import kill_children, remove_stale_folders
 from grpo_ext.rewards.columns import with_plain_state
 from grpo_ext.rewards.workers import pool
 from grpo_ext.rewards.workers.pool import Job, Outcome, Pool, Status, Worker
+from support.processes import PATIENCE
 
 
 @pytest.fixture
@@ -43,6 +45,26 @@ def test_only_what_belongs_to_nobody_is_removed(temp):
     )
     remove_stale_folders()
     assert (left.exists(), ours.exists(), another.exists()) == (False, True, True)
+
+
+def test_what_still_runs_in_such_a_folder_is_ended(temp):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = folder(temp, gone.pid, child_processes._pid_namespace())
+    beside = folder(temp, f"{gone.pid}_x", child_processes._pid_namespace() + 1)
+    sleep = ["sleep", "3600"]
+    there = [
+        subprocess.Popen(sleep, cwd=left, start_new_session=True),
+        subprocess.Popen(sleep, env={"TMPDIR": str(left / "1")}, start_new_session=True),
+    ]
+    other = subprocess.Popen(sleep, cwd=beside, env={"TMPDIR": str(beside)}, start_new_session=True)
+    try:
+        remove_stale_folders()
+        assert [process.wait(PATIENCE) for process in there] == [-signal.SIGKILL] * 2
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
 
 
 @pytest.mark.parametrize("process", ["9" * 10, "9" * 25, "9" * 200, "-1", "0", "1e9", "\u0663", "x"])

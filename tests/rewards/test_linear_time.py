@@ -2,17 +2,25 @@
 
 import ast
 import inspect
+import io
+import json
 import random
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 
-from grpo_ext.environments.library import guess
+from grpo_ext import bounded, errors, terminal
+from grpo_ext.data import json_rows
+from grpo_ext.environments import rendering
+from grpo_ext.environments.endpoint import chat, messages, requests, responses
+from grpo_ext.environments.library import command, guess
 from grpo_ext.rewards import text as texts
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.code import reward as code
@@ -30,6 +38,7 @@ from grpo_ext.rewards.library import (
     minimind,
 )
 from grpo_ext.rewards.models import remote
+from support import tiny
 
 LENGTH = 100_000
 SECONDS = 2.0  # of the processor, for 100 kB, so that a busy machine fails nothing; all take less than a tenth of it
@@ -74,6 +83,16 @@ def scored(name: str, **options: object) -> Callable[[str], object]:
     return score
 
 
+def refused(read: Callable[..., object], *given: object) -> None:
+    with suppress(ValueError):
+        read(*given)
+
+
+def asked(dialect: Any, text: str) -> None:
+    said = [{"role": "user", "content": text}]
+    refused(dialect.parse, json.dumps({"messages": said, "input": said, "model": "m", "max_tokens": 1}).encode())
+
+
 # name -> (what reads a text, the modules whose literals are its fragments)
 READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
     **{
@@ -100,6 +119,19 @@ READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
     "answer_block": (texts.answer_block, (texts,)),
     "boxes": (texts.boxes, (texts,)),
     "final_answer": (answers.final_answer, (texts, answers)),
+    "json": (lambda text: refused(bounded.parse_json, text), (bounded,)),
+    "json in json": (lambda text: refused(requests.call_of, "a", text), (bounded, requests)),
+    "rows": (lambda text: refused(json_rows._Decoder(), text), (json_rows, bounded)),
+    "chat": (lambda text: refused(chat.parse, text.encode()), (bounded, chat)),
+    **{
+        f"request of {dialect.__name__.rpartition('.')[2]}": (partial(asked, dialect), (dialect, requests))
+        for dialect in (chat, messages, responses)
+    },
+    "message": (errors.redacted_text, (errors,)),
+    "secrets": (errors.without_secrets, (errors,)),
+    "terminal": (lambda text: terminal.SafeStream(io.StringIO()).write(text), (terminal,)),
+    "output": (lambda text: command._CODES.sub(" ", text), (command,)),
+    "filled": (lambda text: command.filled(text, {"prompt": "a"}), (command,)),
     "guess": (lambda text: guess.Guess().step({"role": "assistant", "content": text}), (guess,)),
 }
 COUNT_TOKENS = {"soft_overlong", "length_penalty", "get_soft_overlong_punishment"}
@@ -216,3 +248,16 @@ def test_no_reader_is_worse_than_linear_in_the_length_of_a_text(name, monkeypatc
         half, whole = (min(seconds(read, repeated(frame, piece, n)) for _ in range(3)) for n in (LENGTH // 2, LENGTH))
         print(f"{name}: {half:.4f} s for 50 kB, {whole:.4f} s for 100 kB of {piece!r} in {frame!r}")
         assert whole < max(NOTICEABLE, RATIO * half), (frame, piece)
+
+
+def test_an_object_of_many_keys_is_read_in_linear_time():
+    names = [*(f"k{i}" for i in range(40_000)), "k39999"]
+    text = "{" + ",".join(f'"{name}":1' for name in names) + "}"
+    assert seconds(json_rows._Decoder(), text) < SECONDS
+
+
+def test_many_messages_are_rendered_in_linear_time():
+    said = [{"role": "user", "content": f"{i}"} for i in range(20_000)]
+    renderer = rendering.Renderer(tiny.tokenizer(), {})
+    half, whole = (seconds(lambda n: renderer.opening(said[:n], None), n) for n in (10_000, 20_000))
+    assert whole < max(SECONDS, RATIO * half)

@@ -17,7 +17,7 @@ from urllib.parse import urlparse
 import requests
 import torch
 
-from grpo_ext.child_processes import die_with_parent, kill_group
+from grpo_ext.child_processes import kill_group
 from grpo_ext.config import machine
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
@@ -31,6 +31,7 @@ from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rollout.vllm.gloo import BACKEND
 from grpo_ext.rollout.vllm.kept import TIES
 from grpo_ext.rollout.vllm.server import PROBE, Wanted
+from grpo_ext.warden import die_with_parent
 
 STOP_SECONDS = 20.0
 MANY_TOKENS = 16384

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow
 from pyarrow import parquet
 
+from grpo_ext.bounded import replacing, write_text
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.json_rows import jsonl_rows
 from grpo_ext.data.rows import (
@@ -29,7 +30,7 @@ from grpo_ext.data.rows import (
     unusable,
     without_none,
 )
-from grpo_ext.errors import ABSENT, DataError, Problem
+from grpo_ext.errors import ABSENT, DataError, Problem, without_secrets
 from grpo_ext.rewards.columns import CALLBACKS, PLURALS
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -85,12 +86,13 @@ def write_completions(path: str | Path, rows: Sequence[Mapping[str, object]]) ->
         DataError: the name has another ending, or a column of a parquet file has values of several types.
     """
     path = check_output(path)
+    rows = without_secrets(list(rows))
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = {name: [_without_nan(row.get(name)) for row in rows] for name in names}
     if path.suffix == ".jsonl":
         rows_of_values = zip(*table.values(), strict=True)
         lines = (json.dumps(dict(zip(names, values, strict=True)), default=_as_text) for values in rows_of_values)
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        write_text(path, "".join(f"{line}\n" for line in lines))
         return
     columns = {}
     for name, values in table.items():
@@ -99,7 +101,8 @@ def write_completions(path: str | Path, rows: Sequence[Mapping[str, object]]) ->
         except pyarrow.ArrowException as error:
             mixed = RowError(str(error), "Write a .jsonl file, or one type.", name)
             raise DataError([mixed.at(str(path))]) from None
-    parquet.write_table(pyarrow.table(columns), path)
+    with replacing(path) as aside:
+        parquet.write_table(pyarrow.table(columns), aside)
 
 
 def check_row(path: Path, row: Mapping[str, object]) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -36,9 +37,8 @@ class _Decoder:
         if len(row) == len(pairs):
             return row
         self.plain = False
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        return RowError(f"the key {repeated!r} occurs {keys.count(repeated)} times", "Keep one.", repeated)
+        repeated, count = Counter(key for key, _ in pairs).most_common(1)[0]
+        return RowError(f"the key {repeated!r} occurs {count} times", "Keep one.", repeated)
 
     def _float(self, text: str) -> float | RowError:
         value = float(text)

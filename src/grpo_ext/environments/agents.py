@@ -1,6 +1,7 @@
 """The agents of a generation: their requests become turns to sample, and sampled turns become answers."""
 
 import logging
+import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,10 +11,15 @@ from grpo_ext.environments.endpoint.history import Finished, History, key_of, ke
 from grpo_ext.environments.endpoint.requests import PendingRequest, Refused, Reply, calls_of, thinking_of
 from grpo_ext.environments.endpoint.server import Endpoint, Inbox
 from grpo_ext.environments.protocol import AgentTask, Message
-from grpo_ext.environments.rendering import CannotRender, Context, Renderer
+from grpo_ext.environments.rendering import CannotRender, Renderer, TooLong
 from grpo_ext.objective.trajectory import Sample, Turn
+from grpo_ext.waiting import shutdown
 
 logger = logging.getLogger(__name__)
+_UNKNOWN = 2**19
+"""Most tokens of a context where the model's positions are not known."""
+_TAKING_SECONDS = 1.0
+"""After which other things are looked at, the end of the run among them, before further requests are."""
 
 
 class Agents:
@@ -42,7 +48,7 @@ class Agents:
         self._endpoint, self._inbox = endpoint, self._inbox or Inbox()
         assert attempt.connection is not None
         attempt.line = endpoint.open(self._inbox, attempt.connection.pause)
-        attempt.dialogue = History(self._renderer)
+        attempt.dialogue = History(self._renderer, self._limits.context or _UNKNOWN)
         self._attempts[attempt.line.number] = attempt
         return AgentTask(dict(attempt.task.row), attempt.line.url, attempt.line.key)
 
@@ -67,7 +73,11 @@ class Agents:
     def take(self) -> list[Call]:
         """Return the turns that agents have asked for, and refuse requests that cannot be answered."""
         found: list[Call] = []
-        for request in self._inbox.take() if self._inbox is not None else ():
+        requests, until = [] if self._inbox is None else self._inbox.take(), time.monotonic() + _TAKING_SECONDS
+        for number, request in enumerate(requests):
+            if number and self._inbox is not None and (shutdown().is_set() or time.monotonic() > until):
+                self._inbox.put_back(requests[number:])
+                break
             attempt = self._attempts.get(request.line)
             if attempt is None:  # it has ended, and its line has refused the request
                 continue
@@ -101,11 +111,15 @@ class Agents:
         if attempt.figures.turns + attempt.asked + choices > most:
             attempt.truncated = attempt.over_limit = True
             raise Refused(f"the attempt has made all its requests (max_turns={most})", "turn_limit_exceeded")
-        opened = history.opened(request.chat)
+        try:
+            opened = history.opened(request.chat)
+        except TooLong as error:
+            attempt.truncated = attempt.over_limit = True
+            raise _no_room(str(error)) from None
         news = history.new_tokens(opened.context.ids) if self._limits.counts_all else 0
         if self._limits.room(attempt.spent + news, opened.context) < choices:
             attempt.truncated = attempt.over_limit = True
-            raise _no_room(opened.context)
+            raise _no_room(f"the context has {len(opened.context.ids)} tokens")
         history.note(opened.context.ids)
         attempt.spent += news
         attempt.asked += choices
@@ -131,7 +145,7 @@ class Agents:
                 continue
             elif share < 1:
                 attempt.truncated = attempt.over_limit = request.left = True
-                request.done(_no_room(call.context))
+                request.done(_no_room(f"the context has {len(call.context.ids)} tokens"))
                 self._forgotten(call)
                 continue
             else:
@@ -216,9 +230,9 @@ def _refusal(error: Exception) -> Refused:
     return Refused(f"{type(error).__name__}: {error}")
 
 
-def _no_room(context: Context) -> Refused:
-    reason = f"no room for an answer to a context of {len(context.ids)} tokens"
-    return Refused(f"{reason} (max_completion_length, positions of the model)", "context_length_exceeded")
+def _no_room(reason: str) -> Refused:
+    limits = "max_completion_length, positions of the model"
+    return Refused(f"no room for an answer: {reason} ({limits})", "context_length_exceeded")
 
 
 def stop_at(ids: list[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:

@@ -1,6 +1,7 @@
 """Parse a recipe's `environments` list: names, paths or mappings in, checked specs out."""
 
 import inspect
+import os
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ class EnvironmentSpec:
     """Reward of a failed attempt; "none": not scored."""
     isolate: bool | None = None
     """Whether each attempt has its own process; None: unless the class sets `in_process`."""
+    secrets: tuple[str, ...] = ()
+    """Environment variables that an agent gets although they are secrets by their names."""
 
     @property
     def target(self) -> type | None:
@@ -90,9 +93,9 @@ class EnvironmentSpec:
 
 
 Entry: TypeAlias = str | type | FunctionType | Mapping[str, Any] | EnvironmentSpec
-_KEYS = {"name": str, "path": str | type | FunctionType, "tools": list | tuple}
+_KEYS = {"name": str, "path": str | type | FunctionType, "tools": list | tuple, "secrets": list | tuple}
 _EXAMPLE = "{path: ./file.py:Class, max_turns: 4}"
-_ENTRY = Spec.of(EnvironmentSpec, "name", "environment", "tools", example=_EXAMPLE, **_KEYS)
+_ENTRY = Spec.of(EnvironmentSpec, "name", "environment", "tools", "secrets", example=_EXAMPLE, **_KEYS)
 
 
 def any_pays(specs: Iterable[EnvironmentSpec]) -> bool:
@@ -171,11 +174,27 @@ def _parse_entry(place: str, entry: str | type | FunctionType | Mapping[str, Any
     if entry.get("isolate") and any(callable(part) for part in (entry.get("path"), *functions)):
         reason = "a class or function of this process cannot be imported in another"
         problems.append(Problem(f"{place}.isolate", True, reason, "Give its path."))
+    problems += _secret_problems(place, entry, target)
     if problems:
         return problems
     settings = {key: entry[key] for key in _SETTINGS if entry.get(key) is not None}
+    settings["secrets"] = tuple(entry.get("secrets") or ())
     name = entry.get("name") or _name(target, kwargs)
     return EnvironmentSpec(name, environment, kwargs, tuple(functions), **settings)
+
+
+def _secret_problems(place: str, entry: Mapping[str, Any], target: type | None) -> Iterator[Problem]:
+    """Yield what `secrets` and `isolate` may not say."""
+    names = entry.get("secrets") or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        yield Problem(f"{place}.secrets", ABSENT, "not a list of names", "Write [MY_API_KEY].")
+    elif names and not is_agent(target):
+        yield Problem(f"{place}.secrets", names, "only agents are kept from secrets", "Remove it.")
+    elif missing := [name for name in names if name not in os.environ]:
+        yield Problem(f"{place}.secrets", missing, "not set in the environment", "Set them, or remove the names.")
+    if entry.get("isolate") is False and target is not None and target is environments["command"]:
+        reason = "its programs would have the secrets of this process"
+        yield Problem(f"{place}.isolate", False, reason, "Remove isolate.")
 
 
 def _name(target: type | None, kwargs: Mapping[str, Any]) -> str:

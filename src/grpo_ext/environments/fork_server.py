@@ -2,9 +2,9 @@
 
 The parent holds a `ForkServer`; `main` runs in the child. The child reads on its socket what to import, and on a
 datagram socket "fork NUMBER SEED" (with the descriptor that the fork serves), "kill NUMBER" or "stop". On its own
-socket it reports ["ended", number, exit code]. It reaps its forks itself, so a PID that it kills is always its own,
-and it adopts the processes that forks leave behind and kills them when the last fork is gone. If the parent ends, the
-kernel kills the child; if the child ends, the kernel kills its forks.
+socket it reports ["ended", number, exit code]. It reaps its forks itself, so a PID that it kills is always its own.
+A fork adopts what its programs leave behind; when it ends, the child adopts all of it and kills it. If the parent or
+the child's warden ends, the child kills its forks and ends; if the child ends, the warden kills what is left.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,8 @@ from grpo_ext.child_processes import (
     EXIT_SECONDS,
     LOADING_SECONDS,
     Child,
-    adopt_orphans,
     begin,
     describe_exit,
-    die_with_parent,
     traceback_tail,
 )
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of, maker_of
@@ -40,6 +38,7 @@ from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Sessio
 from grpo_ext.frames import FrameError, parsed_json, read_frame, wait
 from grpo_ext.rewards.workers.worker import packed_call, seed_all, send_answer, unpacked_arguments
 from grpo_ext.waiting import GRACE_SECONDS, Wait, WaitedInVain
+from grpo_ext.warden import adopt_orphans, children, die_with_parent, end_children, kill_with_group, outlive_parent
 
 _PROGRAM = "from grpo_ext.environments.fork_server import main; main()"
 PRELOAD = "preload"
@@ -58,17 +57,18 @@ class ForkServer:
         name: the environment's, for messages.
         imported: what it imports, as `import_request` returns it.
         memory_gib: memory that each process may use.
+        withheld: environment variables that they do not get.
 
     Raises:
         EnvironmentFailed: the environment cannot be imported, or not in time.
         WaitedInVain: a signal ends the run.
     """
 
-    def __init__(self, name: str, imported: bytes, memory_gib: float) -> None:
+    def __init__(self, name: str, imported: bytes, memory_gib: float, withheld: Collection[str] = ()) -> None:
         self.name = name
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         with theirs:
-            self._child = Child(_PROGRAM, memory_gib, (theirs.fileno(),))
+            self._child = Child(_PROGRAM, memory_gib, (theirs.fileno(),), withheld)
         self._codes: dict[int, int | None] = {}
         self._running: set[int] = set()
         self._child.stream.send(imported)
@@ -204,12 +204,15 @@ class ForkServer:
 
 # In the child.
 
-_ENDING_SECONDS = 3.0
+_LOOKING_SECONDS = 1.0
+"""Between two looks whether the warden still runs."""
+_STRAY_SECONDS = 0.5
+"""For which processes that an attempt leaves behind are hunted; again with the next attempt that ends."""
 
 
 def main() -> None:
     """Run the child; descriptors and limits come as arguments."""
-    with begin() as channel, socket.socket(fileno=int(sys.argv[4])) as control:
+    with begin() as channel, socket.socket(fileno=int(sys.argv[3])) as control:
         path, arguments = pickle.loads(read_frame(channel.makefile("rb")))
         try:
             make_session = _load(path or None, **unpacked_arguments(arguments))
@@ -238,15 +241,15 @@ def _serve_commands(control: socket.socket, channel: socket.socket, make_session
     signal.signal(signal.SIGCHLD, lambda *_: None)
     ours = (control.fileno(), channel.fileno(), wakeup, wakeup_writer)
     adopt_orphans()
+    parent, preloaded = os.getppid(), set(children())
+    outlive_parent()  # to end the forks before
     while True:
         sources: list[Any] = [control, channel, wakeup]
-        readable, _, _ = select.select(sources, [], [])
+        readable, _, _ = select.select(sources, [], [], _LOOKING_SECONDS)
         received, descriptors, _, _ = socket.recv_fds(control, 256, 1) if control in readable else (b"", [], 0, None)
         command, *numbers = received.decode().split() or [""]
-        if command == "stop" or channel in readable:
-            for process in forks:
-                _kill(process)
-            _end_strays()
+        if command == "stop" or channel in readable or os.getppid() != parent:
+            end_children()
             return
         if command == "fork":
             number, seed = map(int, numbers)
@@ -257,15 +260,14 @@ def _serve_commands(control: socket.socket, channel: socket.socket, make_session
             os.close(descriptors[0])
         elif command == "kill":
             for process in [pid for pid, number in forks.items() if number == int(numbers[0])]:
-                _kill(process)
+                kill_with_group(process)
         if wakeup in readable:
             os.read(wakeup, 4096)
         for process, code in list(_ended(forks)):
             number = forks.pop(process)
+            end_children({*forks, *preloaded}, _STRAY_SECONDS)  # what it has left behind
             shutil.rmtree(_folder(number), ignore_errors=True)
             send_answer(channel, ["ended", number, code])
-            if not forks:
-                _end_strays()
 
 
 def _fork(
@@ -282,6 +284,7 @@ def _fork(
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # so that it can be killed with all that it starts
+        adopt_orphans()
         for fd in inherited:
             os.close(fd)
         seed_all(seed)
@@ -300,31 +303,9 @@ def _folder(number: int) -> Path:
     return Path(tempfile.gettempdir(), str(number))
 
 
-def _kill(process: int) -> None:
-    """Kill a fork, or a process that it left behind, with all that it started; it may not have its session yet."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(process, signal.SIGKILL)
-
-
 def _ended(forks: Mapping[int, int]) -> Iterator[tuple[int, int]]:
     """Yield PIDs and exit codes of forks that ended; kill what they started before their PIDs are free."""
     for process in list(forks):
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            _kill(process)
+            kill_with_group(process)
             yield process, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def _end_strays() -> None:
-    """Kill and reap all children, and the children that they hand up as they end."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    end = time.monotonic() + _ENDING_SECONDS
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError):  # a kernel without this file
-            for process in children.read_text().split():
-                _kill(int(process))
-        try:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.001)
-        except ChildProcessError:
-            return

@@ -2,22 +2,25 @@
 
 import atexit
 import itertools
+import logging
 import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from grpo_ext.child_processes import describe_exit
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of
 from grpo_ext.environments.endpoint.server import Endpoint
 from grpo_ext.environments.fork_server import ForkServer, import_request
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, SessionRequest, serve_session
-from grpo_ext.errors import redacted_text
+from grpo_ext.errors import redacted_text, secret_variables
 from grpo_ext.frames import FrameError, FrameStream, parsed_json, pickled, wait
 
+logger = logging.getLogger(__name__)
+_Imported: TypeAlias = tuple[bytes, tuple[str, ...]]
 _LARGEST = 2**26
 """Most bytes of an answer."""
 _OUTPUT = 2000
@@ -145,6 +148,10 @@ class Connection:
             self.session.close()
 
 
+def _imported(spec: EnvironmentSpec) -> _Imported:
+    return import_request(spec), spec.secrets
+
+
 class EnvironmentHost:
     """The open environments of this process; the first to be opened starts the first fork server.
 
@@ -156,11 +163,11 @@ class EnvironmentHost:
     def __init__(self, memory_gib: float = 8.0, sampling: Mapping[str, Any] | None = None) -> None:
         self.memory_gib, self.sampling = memory_gib, dict(sampling or {})
         self._endpoint: Endpoint | None = None
-        self._servers: dict[bytes, ForkServer] = {}
+        self._servers: dict[_Imported, ForkServer] = {}
         """By what they have imported: environments of one name may have other options."""
-        self._failed: dict[bytes, EnvironmentFailed] = {}
+        self._failed: dict[_Imported, EnvironmentFailed] = {}
         """Environments that could not be imported in this generation."""
-        self._numbers = itertools.count()
+        self._numbers, self._told = itertools.count(), set[str]()
         self._owner = os.getpid()
         atexit.register(self.close)
 
@@ -177,7 +184,7 @@ class EnvironmentHost:
             try:
                 return Connection(spec, number, server.fork(number, seed), server)
             except EnvironmentFailed as failure:
-                self._failed[import_request(spec)] = failure
+                self._failed[_imported(spec)] = failure
                 raise
         session = Session(spec.make, functions_of(spec.tools), seed)
         if spec.at_once:
@@ -195,7 +202,7 @@ class EnvironmentHost:
         return self._endpoint
 
     def _server(self, spec: EnvironmentSpec) -> ForkServer:
-        imported = import_request(spec)
+        imported = _imported(spec)
         server = self._servers.get(imported)
         if server is not None and not server.lost:
             return server
@@ -204,11 +211,21 @@ class EnvironmentHost:
         if imported in self._failed:
             raise self._failed[imported]
         try:
-            server = self._servers[imported] = ForkServer(spec.name, imported, self.memory_gib)
+            server = ForkServer(spec.name, imported[0], self.memory_gib, self._withheld(spec))
+            self._servers[imported] = server
         except EnvironmentFailed as failure:
             self._failed[imported] = failure
             raise
         return server
+
+    def _withheld(self, spec: EnvironmentSpec) -> set[str]:
+        """Return the variables that an environment does not get, and name them in the log once."""
+        withheld = secret_variables(os.environ).keys() - set(spec.secrets) if spec.is_agent else set()
+        if withheld and spec.name not in self._told:
+            self._told.add(spec.name)
+            names = ", ".join(sorted(withheld))
+            logger.warning(f"environment {spec.name}: it does not get {names}. Name what it needs in its `secrets`.")
+        return withheld
 
     def drain(self) -> None:
         """Forget the processes that have ended, and try again to import environments that could not be imported."""

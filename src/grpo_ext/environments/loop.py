@@ -20,6 +20,7 @@ from grpo_ext.environments.hosts import Answer, Connection, EnvironmentHost, ans
 from grpo_ext.environments.observations import final_reward, opened, stepped
 from grpo_ext.environments.rendering import CannotRender, Context, Renderer
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, InvalidResult
+from grpo_ext.errors import without_secrets
 from grpo_ext.objective.trajectory import Sample, Trajectory, Turn, TurnRequest, common
 from grpo_ext.waiting import GRACE_SECONDS, Wait, WaitedInVain
 
@@ -267,6 +268,7 @@ class Attempts:
         on_error = attempt.task.spec.on_error
         if attempt.line is not None:
             failure = failure.replace(attempt.line.key, "(its key)")
+        failure = without_secrets(failure)
         attempt.truncated = True
         attempt.turns = [replace(turn, reward=None) for turn in attempt.turns]
         self._end(attempt, None if isinstance(on_error, str) else float(on_error), failure)

@@ -6,6 +6,7 @@ stripped, a tool call formatted differently), the context is tokenized from its 
 turns before it. Control tokens come from the template or the sampler only: in other texts a space splits them.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,16 @@ from grpo_ext.environments.protocol import Message
 T = TypeVar("T")
 
 
+_PIECE, _SEAM = 2**16, 64
+"""Characters of a piece of a long text, and tokens by which cutting it out may change their number."""
+
+
 class CannotRender(ValueError):
     """A chat template does not take a conversation or omits a part of it; the message names the template."""
+
+
+class TooLong(CannotRender):
+    """A text has more tokens than can fit."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +51,16 @@ class Renderer:
         self._controls = _control_tokens(tokenizer)
         """Ids and texts of control tokens, longer texts first."""
 
-    def opening(self, messages: Sequence[Message], tools: list[dict] | None) -> Context:
-        """Return the first context of a conversation.
+    def opening(self, messages: Sequence[Message], tools: list[dict] | None, most: int | None = None) -> Context:
+        """Return the first context of a conversation, which may be refused if it has more than `most` tokens.
 
         Raises:
             CannotRender: the template does not take the messages, or omits one of them.
+            TooLong: it has far more than `most` tokens.
         """
         text = self._text(messages, tools)
         self._require_rendered([], messages, tools)
-        return Context(self._encoded(text), text)
+        return Context(self._encoded(text, most), text)
 
     def following(
         self,
@@ -61,6 +71,7 @@ class Renderer:
         news: Sequence[Message],
         tools: list[dict] | None,
         written: Message | None = None,
+        most: int | None = None,
     ) -> tuple[Context, Message]:
         """Return the context after a finished turn, and the policy's message as the history keeps it.
 
@@ -71,6 +82,7 @@ class Renderer:
 
         Raises:
             CannotRender: the template takes neither form, or omits a message of `news`.
+            TooLong: the context has far more than `most` tokens.
         """
         sampled_text = self.decoded(sampled)
         closing = self.decoded(sampled[-1:])
@@ -86,13 +98,15 @@ class Renderer:
                 continue
             if text.startswith(before.text + sampled_text):
                 suffix = text[len(before.text) + len(sampled_text) :]
-                return Context([*before.ids, *sampled, *self._after(sampled[-1], closing, suffix)], text), message
+                return Context(
+                    [*before.ids, *sampled, *self._after(sampled[-1], closing, suffix, most)], text
+                ), message
             rewritten.append((text, message))
         if not rewritten:
             assert failure is not None
             raise failure
         text, message = rewritten[-1 if parsed.get("tool_calls") else 0]
-        return Context(self._encoded(text), text), message
+        return Context(self._encoded(text, most), text), message
 
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
         """Return an environment's messages with a space in every control token in their text."""
@@ -133,8 +147,9 @@ class Renderer:
         marks = {number: f"observation{number}mark7c1f" for number, message in enumerate(news) if _has_text(message)}
         marked = [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(news)]
         text = self._text([*before, *marked], tools) if marks else ""
+        rendered = set(re.findall(r"observation\d+mark7c1f", text))
         for number, mark in marks.items():
-            if mark not in text:
+            if mark not in rendered:
                 lost = news[number]
                 raise CannotRender(
                     f"the chat template of {self._name} leaves out a message of role {lost['role']!r} "
@@ -151,16 +166,29 @@ class Renderer:
             raise CannotRender(f"the chat template of {self._name} does not take {roles} ({error})") from error
         return text
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encoded(self, text: str, most: int | None = None) -> list[int]:
+        if most is not None and len(text) > 8 * most and self._exceeds(text, 2 * most):
+            raise TooLong(f"a text of {len(text):,} characters has more than {most:,} tokens")
         try:
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as error:  # half a surrogate pair, deep in a message
             raise CannotRender(f"the tokenizer of {self._name} does not take the text ({error})") from error
         return ids
 
-    def _after(self, last: int, closing: str, suffix: str) -> list[int]:
+    def _exceeds(self, text: str, most: int) -> bool:
+        """Return whether a text has more than `most` tokens; no more of it is read than shows that.
+
+        Its pieces have at most `_SEAM` tokens more than it has there, whatever the tokenizer: no vocabulary is asked.
+        """
+        for start in range(0, len(text), _PIECE):
+            most -= max(0, len(self._encoded(text[start : start + _PIECE])) - _SEAM)
+            if most < 0:
+                return True
+        return False
+
+    def _after(self, last: int, closing: str, suffix: str, most: int | None) -> list[int]:
         """Return the ids of a text that follows a token; some tokenizers encode the start of a text differently."""
-        ids = self._encoded(closing + suffix)
+        ids = self._encoded(closing + suffix, most)
         return ids[1:] if ids[:1] == [last] else self._encoded(suffix)
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
+from grpo_ext.bounded import appending, write_text
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.environments.composition import any_pays
-from grpo_ext.errors import RewardError, SamplerLost
+from grpo_ext.errors import RewardError, SamplerLost, without_secrets
 from grpo_ext.evaluation.sampling import HasEngine, evaluating, length_of, seeded
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import of_agents
@@ -77,9 +78,11 @@ def evaluate(
                 fresh = {chunk: theirs for chunk, theirs, _ in gathered if chunk is not None}
                 done |= fresh
                 if accelerator.is_main_process:
-                    with kept.open("a") as file:
+                    with appending(kept) as file:
                         for chunk, theirs in sorted(fresh.items()):
-                            file.write(json.dumps({"chunk": chunk, "samples": theirs}, default=str) + "\n")
+                            file.write(
+                                json.dumps({"chunk": chunk, "samples": without_secrets(theirs)}, default=str) + "\n"
+                            )
     finally:
         runtime.close()
     return [sample for chunk in range(len(chunks)) for sample in done[chunk]]
@@ -165,5 +168,5 @@ def _finished(path: Path, identity: Mapping[str, Any]) -> dict[int, list[Row]]:
     lines = path.read_text().splitlines() if path.is_file() else []
     sound = [line for line in lines[1:] if line.endswith("}") and lines[0] == head]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{line}\n" for line in [head, *sound]))
+    write_text(path, "".join(f"{line}\n" for line in [head, *sound]))
     return {chunk["chunk"]: chunk["samples"] for chunk in map(json.loads, sound)}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.bounded import read_json
+from grpo_ext.bounded import read_json, write_text
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.errors import redacted
@@ -54,7 +54,7 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
         by_source = {source: _as_json(figures) for source, figures in self.by_source.items()}
         plain = asdict(self) | {"figures": _as_json(self.figures), "by_source": by_source}
-        path.write_text(json.dumps(plain, indent=2, default=str) + "\n")
+        write_text(path, json.dumps(plain, indent=2, default=str) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "Result":

@@ -44,7 +44,7 @@ class RecipeArguments(GRPOScriptArguments):
     environments: list[str] | None = described(
         None,
         "Environments with which completions are conversations: a list of {name or path, kwargs, tools, "
-        "max_turns, turn_timeout, weight, on_error, isolate}; docs/environments.md.",
+        "max_turns, turn_timeout, weight, on_error, isolate, secrets}; docs/environments.md.",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, Template
 from markupsafe import Markup, escape
 
-from grpo_ext.bounded import finite
+from grpo_ext.bounded import finite, write_text
 from grpo_ext.report import answer
 from grpo_ext.report.completions import browsed, embedded
 from grpo_ext.report.curves import EXPLAINED, OTHERS, REWARD, Curve, Picture, curves, pictures, style
@@ -49,7 +49,7 @@ def write_report(paths: Sequence[str | Path], output: Path) -> Path:
     """
     page = html(read_runs(paths))
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8")
+    write_text(output, page)
     return output
 
 

@@ -168,13 +168,21 @@ def _object(path: Path, notes: list[str]) -> dict[str, Any] | None:
     return None
 
 
+_LARGEST_LOG = 2**27
+"""Most bytes of a log that are read."""
+
+
 def _log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = {}
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            rows = {number: _row(line) for number, line in enumerate(file, 1) if line.strip()}
+        with path.open("rb") as file:
+            lines = file.read(_LARGEST_LOG).decode(errors="replace").split("\n")
+            if file.read(1):
+                notes.append(f"{path.name}: only its first {_LARGEST_LOG:,} bytes were read.")
+                lines.pop()  # which is cut
+        rows = {number: _row(line) for number, line in enumerate(lines, 1) if line.strip()}
     except OSError as error:
         notes.append(f"{path.name} cannot be read ({error}).")
     if broken := [number for number, row in rows.items() if row is None]:

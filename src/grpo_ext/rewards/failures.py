@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_ext.bounded import appending
 from grpo_ext.config.launch import rank
+from grpo_ext.errors import without_secrets
 from grpo_ext.rewards.columns import PLURALS, Columns, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.text import completion_text
@@ -60,11 +62,12 @@ def report(spec: RewardSpec, columns: Columns, failed: Sequence[tuple[int, str]]
 def _save(spec: RewardSpec, columns: Columns, failed: Sequence[tuple[int, str]], path: Path) -> None:
     """Write the failed rows so that `grpo-ext score` reads them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    with appending(path) as file:
         for row, reason in failed:
             own = {k: v for k, v in take(columns, [row]).items() if isinstance(v, list) and v}
             record = {PLURALS.get(name, name): _plain(values[0]) for name, values in own.items()}
-            file.write(json.dumps({**record, "failed_reward": spec.name, "reason": reason}) + "\n")
+            failed_row = without_secrets({**record, "failed_reward": spec.name, "reason": reason})
+            file.write(json.dumps(failed_row) + "\n")
 
 
 def _plain(value: object) -> Any:

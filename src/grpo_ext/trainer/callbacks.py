@@ -15,6 +15,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers import TrainingArguments as Arguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
+from grpo_ext.bounded import appending, write_text
 from grpo_ext.tables import Table
 from grpo_ext.trainer.checkpoints.finish import METRICS_FILE
 from grpo_ext.trainer.signals import signals
@@ -213,8 +214,12 @@ def _write(path: Path, state: TrainerState, rows: Iterable[Logs], mode: str) -> 
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, mode, encoding="utf-8") as file:
-            file.writelines(json.dumps({name: _value(value) for name, value in row.items()}) + "\n" for row in rows)
+        lines = "".join(json.dumps({name: _value(value) for name, value in row.items()}) + "\n" for row in rows)
+        if mode == "w":
+            write_text(path, lines)
+            return
+        with appending(path) as file:
+            file.write(lines)
     except OSError as error:
         logger.warning(f"{path} could not be written ({error}); training continues.")
 

@@ -22,6 +22,7 @@ from transformers.utils import PushInProgress
 from transformers.utils.hub import hf_api
 from trl.trainer.utils import get_comet_experiment_url, get_trackio_space_url
 
+from grpo_ext.bounded import write_text
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.objective import Objective
@@ -73,7 +74,7 @@ def write(
         tags=[*run._tag_names, *([tags] if isinstance(tags, str) else tags or ())],
         tracked=_tracked(),
     )
-    (folder / CARD).write_text(text, encoding="utf-8")
+    write_text(folder / CARD, text)
 
 
 def model_card(

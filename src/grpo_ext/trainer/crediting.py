@@ -6,6 +6,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from grpo_ext.errors import without_secrets
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.objective.ratios import masked, widest
 from grpo_ext.packing.micro_batches import live_mask
@@ -88,13 +89,13 @@ def log_generation(trainer: Any, collected: Collected, advantages: list[float]) 
     assert collected.rewards is not None
     played = trainer.acting is not None and trainer.log_completions
     prompts = [t.opening for t in collected.trajectories] if played else map(described, collected.prompts)
-    logs["prompt"].extend(gather_object(list(prompts)))
-    logs["completion"].extend(gather_object(made.completions))
+    logs["prompt"].extend(gather_object(without_secrets(list(prompts))))
+    logs["completion"].extend(gather_object(without_secrets(made.completions)))
     for name, values in zip(trainer.reward_func_names, collected.rewards.T.tolist(), strict=True):
         logs["rewards"][name].extend(values)
     logs["advantages"].extend(advantages)
     for column in sorted(set(gather_object(list(collected.logged)))):  # in the same order on all processes
-        logs["extra"][column].extend(gather_object(collected.logged.get(column, [None] * count)))
+        logs["extra"][column].extend(gather_object(without_secrets(collected.logged.get(column, [None] * count))))
     mode = "train" if trainer.model.training else "eval"
     for name in sorted(set(gather_object(list(trainer._pending_metrics)))):
         mine = trainer._pending_metrics.get(name, [])

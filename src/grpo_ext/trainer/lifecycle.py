@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput, has_length
 
+from grpo_ext.bounded import remove_link
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.engines import check_started
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -190,6 +191,9 @@ class Lifecycle(GRPOTrainer):
             known = self.state.global_step - (0 if self._resumed is None else self._resumed.unknown)
             logs["train_loss"] = self._total_loss_scalar / max(known, 0.001)  # transformers' depends on its version
         self.num_completions_to_print = 0  # not TRL's table, which reads names as markup and prints any length
+        if self.log_completions and self.accelerator.is_main_process:
+            name = f"completions_{self.state.global_step:05d}.parquet"
+            remove_link(Path(self.args.output_dir or ".") / "completions" / name)  # TRL's writer would follow it
         super().log(logs, start_time)
         if self.log_completions and self.accelerator.is_main_process and self.args.num_completions_to_print != 0:
             show(completions_table(self._logs, self.state.global_step, self.args.num_completions_to_print))

@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grpo_ext.bounded import write_text
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.trainer.checkpoints.processes import local
@@ -245,7 +246,7 @@ class NonFiniteGuard:
         path = file_of(self.folder.parent, self.step, self._rank)
         try:
             write(path, (taken(self.trainer, window) if window else origin(self.trainer)) | found)
-            (path.parent / "README.txt").write_text(HOW_TO_LOOK.format(step=self.step))
+            write_text(path.parent / "README.txt", HOW_TO_LOOK.format(step=self.step))
         except Exception as error:  # a full disk must not hide what was found
             return f"The batch could not be saved to {path} ({error})."
         return ""

@@ -1,7 +1,6 @@
 """Record the batches of a run as the loss saw them: one file for each step and process, every N steps or at a NaN."""
 
 import logging
-import os
 import pickle
 import re
 import shutil
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from grpo_ext import __version__
+from grpo_ext.bounded import replacing
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.objective import Objective
@@ -181,13 +181,9 @@ def write(path: Path, content: Content) -> None:
         RuntimeError: the same, raised by torch.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    try:
+    with replacing(path) as aside:
         torch.save(content, aside)
         sync(aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 class Recorder:

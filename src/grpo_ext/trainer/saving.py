@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from grpo_ext.bounded import write_text
 from grpo_ext.errors import OutOfMemory
 from grpo_ext.rollout.random_streams import random_state
 from grpo_ext.trainer import card, in_flight
@@ -149,7 +150,7 @@ def save_final(trainer: Any, final: Path) -> None:
 def save_objective(trainer: Any, folder: Path) -> None:
     """Write the resolved loss beside a model."""
     if trainer.args.should_save:
-        (folder / OBJECTIVE_FILE).write_text(json.dumps(trainer.objective.to_dict(), indent=2))
+        write_text(folder / OBJECTIVE_FILE, json.dumps(trainer.objective.to_dict(), indent=2))
 
 
 def write_card(trainer: Any, folder: Path, **kwargs: Any) -> None:

@@ -16,6 +16,9 @@ _SAMPLING = (
 """Settings that would change the distribution and that agents set by habit: the log tells that the recipe holds."""
 _ROLES = {"developer": "system", "function": "tool"}
 _MOST_CHOICES = 64
+_MOST_STOPS, _LONGEST_STOP = 64, 1000
+_LONGEST_NAME = 200
+"""Characters of the model's name, which each event repeats."""
 _TEXT = {"type": "text"}
 _NEEDS_STORE = ("previous_response_id", "conversation", "prompt", "background")
 _REFUSED: dict[str, Callable[[Any], bool]] = {
@@ -94,10 +97,16 @@ def request_of(given: Mapping[str, Any], messages: object, limit: str, **more: A
         left_out=left_out,
         limit=_count(given, limit),
         stream=_flag(given, "stream"),
-        model=str(given.get("model", "policy")),
+        model=_name(given),
         sampling={name: given[name] for name in _SAMPLING if name in given},
         **more,
     )
+
+
+def _name(given: Mapping[str, Any]) -> str:
+    if not isinstance(name := given.get("model", "policy"), str) or len(name) > _LONGEST_NAME:
+        raise Refused(f"model={name!r:.100} is not a text of at most {_LONGEST_NAME} characters", "invalid_value")
+    return name
 
 
 def _count(given: Mapping[str, Any], name: str, most: int = 2**31) -> int | None:
@@ -122,6 +131,9 @@ def stops_of(stop: object) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise Refused(f"stop={stop!r:.100} is neither text nor a list of texts", "invalid_value")
+    if len(stops) > _MOST_STOPS or max(map(len, stops), default=0) > _LONGEST_STOP:
+        most = f"{_MOST_STOPS} texts of {_LONGEST_STOP} characters"
+        raise Refused(f"stop={stop!r:.100} has more than {most}", "invalid_value")
     return tuple(stops)
 
 

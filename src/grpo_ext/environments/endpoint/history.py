@@ -55,9 +55,15 @@ def continued(keys: Sequence[Key], finished: Sequence[Finished]) -> Finished | N
 
 
 class History:
-    """The finished turns of one attempt."""
+    """The finished turns of one attempt.
 
-    def __init__(self, renderer: Renderer) -> None:
+    Args:
+        renderer: renders contexts.
+        most: tokens that a context can have.
+    """
+
+    def __init__(self, renderer: Renderer, most: int | None = None) -> None:
+        self._most = most
         self._renderer, self._finished, self._read = renderer, list[Finished](), list[list[int]]()
 
     def opened(self, request: ChatRequest) -> Opened:
@@ -65,15 +71,16 @@ class History:
 
         Raises:
             CannotRender: the chat template does not take the conversation, or leaves out a part.
+            TooLong: the context has more tokens than it can have.
         """
         turn = continued(keys_of(request), self._finished)
         tools = None if request.tools is None else self._renderer.harmless(request.tools)
         if turn is None:
             messages = self._renderer.harmless(request.messages)
-            return Opened(self._renderer.opening(messages, tools), messages)
+            return Opened(self._renderer.opening(messages, tools, self._most), messages)
         before, news = turn.opened, self._renderer.harmless(request.messages[len(turn.keys) :])
         context, message = self._renderer.following(
-            before.context, turn.sampled, before.history, turn.parsed, news, tools, turn.written
+            before.context, turn.sampled, before.history, turn.parsed, news, tools, turn.written, self._most
         )
         return Opened(context, [*before.history, message, *news])
 

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,12 @@ _IDLE_SECONDS = 600
 """For which an agent's connection stays open between two requests."""
 _MOST_TOLD = 50
 """Names that the log tells of."""
+_MOST_CONNECTIONS = 1024
+"""Connections at once, if the limit of descriptors is twice as large."""
+_STRANGE_SECONDS = 30.0
+"""For which a connection stays open without a request that has a key."""
+_BACKLOG = 128
+"""Connections that are accepted at once, before any is counted."""
 _SILENT_SECONDS = 10.0
 """For which a stream that waits for its answer is silent."""
 _EVENTS = "text/event-stream"
@@ -67,6 +73,12 @@ class Inbox:
         """Add a request; for the server's thread."""
         self._requests.append(request)
         with suppress(OSError):  # full, so that it wakes the loop already; or closed
+            self._writing.send(b".")
+
+    def put_back(self, requests: Sequence[PendingRequest]) -> None:
+        """Return requests to their place, for the loop to take them soon."""
+        self._requests.extendleft(reversed(requests))
+        with suppress(OSError):
             self._writing.send(b".")
 
     def take(self) -> list[PendingRequest]:
@@ -108,21 +120,24 @@ class Endpoint:
 
         self._sampling, self._told = sampling, set[str]()
         self._lines: dict[int, Line] = {}
-        self._requests, self._attempts, self._last = itertools.count(1), itertools.count(1), 0
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self._secret = secrets.token_bytes(32)
+        self._requests, self._attempts = itertools.count(1), itertools.count(1)
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         plain: dict[str, Any] = {"loop": "asyncio", "ws": "none", "lifespan": "off"}
-        quiet: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
-        config = uvicorn.Config(self._application(), timeout_keep_alive=_IDLE_SECONDS, **plain, **quiet)
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "critical", "access_log": False}
+        self._known = set[Any]()
+        """Addresses of connections that have sent a key."""
+        limits: dict[str, Any] = {"timeout_keep_alive": _IDLE_SECONDS, "backlog": _BACKLOG}
+        config = uvicorn.Config(self._application(), http=self._protocol(), **limits, **plain, **quiet)
         self._server = uvicorn.Server(config)
-        run = self._server.run
-        self._thread = threading.Thread(target=run, args=([self._socket],), daemon=True, name="endpoint")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
         self._thread.start()
 
     def open(self, inbox: Inbox, pause: Callable[[], None]) -> Line:
         """Return a line for a new attempt, whose requests come to `inbox` and stop its clock."""
-        number = self._last = next(self._attempts)
+        number = next(self._attempts)
         url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/{number}"
-        line = self._lines[number] = Line(number, url, secrets.token_urlsafe(32), inbox, pause)
+        line = self._lines[number] = Line(number, url, self._key(number), inbox, pause)
         return line
 
     def shut(self, line: Line) -> None:
@@ -139,15 +154,64 @@ class Endpoint:
         self._thread.join(_CLOSING_SECONDS)
         self._socket.close()
 
+    def _key(self, number: int) -> str:
+        """Return the key of an attempt, which no other key shows anything of."""
+        return hmac.new(self._secret, str(number).encode(), "sha256").hexdigest()
+
     # In the server's thread.
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._note_fault)
+        await self._server.serve([self._socket])
+
+    def _note_fault(self, loop: asyncio.AbstractEventLoop | None, context: Mapping[str, Any]) -> None:
+        """Log each kind of fault of connections once, in a line: agents can cause any number."""
+        reason = str(context.get("message"))[:100]
+        if reason not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(reason)
+            logger.warning(f"agents' endpoint: {reason} ({str(context.get('exception'))[:200]}).")
+
+    def _protocol(self) -> type:
+        """Return the protocol of connections: so many at most, and none that stays without a key."""
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+        known, most = self._known, _most_connections()
+
+        class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                if len(self.connections) > most:
+                    transport.abort()
+                else:
+                    self.loop.call_later(_STRANGE_SECONDS, self._look, transport)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                known.discard(self.client)
+                super().connection_lost(exc)
+
+            def _look(self, transport: Any) -> None:
+                if self.client not in known:
+                    transport.abort()
+
+        return Protocol
 
     def _application(self) -> Any:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
         paths = [f"{version}/{path}" for version in ("/v1", "") for path in DIALECTS]  # some clients add no /v1
-        answers = [Route(f"/{{line}}{path}", self._answer, methods=["POST"]) for path in paths]
+        answers = [Route(f"/{{line}}{path}", self._answer_or_fail, methods=["POST"]) for path in paths]
         return Starlette(routes=[*answers, Route("/{line}/v1/models", self._models)])
+
+    async def _answer_or_fail(self, request: "Request") -> "Response":
+        try:
+            return await self._answer(request)
+        except Exception as error:  # a fault of ours, which agents can repeat
+            self._note_fault(None, {"message": "a request failed", "exception": repr(error)})
+            return _json({"error": {"message": "a fault of the endpoint", "type": "server_error"}}, 500)
 
     async def _answer(self, request: "Request") -> "Response":
         dialect = DIALECTS[request.url.path.split("/", 2)[2].removeprefix("v1/")]
@@ -189,10 +253,11 @@ class Endpoint:
         headers, number = request.headers, request.path_params["line"]
         given = (headers.get("authorization", "").partition(" ")[2], headers.get("x-api-key", ""))
         number = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
-        if (line := self._lines.get(number)) is None:
-            raise _ended() if 0 < number <= self._last else Refused("there is no such attempt", "invalid_api_key", 401)
-        if not any(hmac.compare_digest(key.encode(), line.key.encode()) for key in given):
+        if not any(hmac.compare_digest(key.encode(), self._key(number).encode()) for key in given):
             raise Refused("this is not the key of this attempt", "invalid_api_key", 401)
+        self._known.add(request.scope["client"])
+        if (line := self._lines.get(number)) is None:
+            raise _ended()
         return line
 
     async def _replies(self, line: Line, request: ChatRequest) -> list[Reply] | Refused:
@@ -225,13 +290,21 @@ class Endpoint:
     def _tell(self, request: ChatRequest) -> None:
         """Log once what a request names in vain: settings of sampling, and tools of the dialect's own service."""
         others = {name: value for name, value in request.sampling.items() if value != self._sampling.get(name)}
-        for name in sorted({*others, *request.left_out} - self._told)[: _MOST_TOLD - len(self._told)]:
+        left_out = {name[:50] for name in request.left_out}
+        for name in sorted({*others, *left_out} - self._told)[: max(0, _MOST_TOLD - len(self._told))]:
             self._told.add(name)
             if name in others:
                 text = f"{name}={others[name]!r:.50}; the recipe's {self._sampling.get(name)!r} holds"
                 logger.warning(f"agents ask for {text}, since the policy is trained as it samples.")
             else:
-                logger.warning(f"agents offer a tool of type {name[:50]!r}, which runs nowhere here; it is left out.")
+                logger.warning(f"agents offer a tool of type {name!r}, which runs nowhere here; it is left out.")
+
+
+def _most_connections() -> int:
+    """Return how many connections leave the trainer descriptors of its own."""
+    import resource  # not on Windows, where this module must still import
+
+    return min(_MOST_CONNECTIONS, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - _BACKLOG))
 
 
 async def _kept_alive(

@@ -3,15 +3,14 @@
 import os
 import re
 import shutil
-import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, TypeGuard
 
-from grpo_ext.child_processes import describe_exit, die_with_parent
+from grpo_ext.child_processes import Warded, describe_exit
+from grpo_ext.environments.library.folder import Folder
 from grpo_ext.environments.protocol import OUTPUTS, Agent, AgentTask, environments
 from grpo_ext.errors import Problem
 from grpo_ext.rewards.text import completion_text
@@ -32,10 +31,11 @@ class CommandFailed(RuntimeError):
 class Command(Agent):
     """Run a program in a folder of its own, with OPENAI_BASE_URL and OPENAI_API_KEY of its attempt.
 
-    In `run`, `test`, `env` and `files`, `{prompt}` is the text of the prompt's last message, `{column}` the row's
-    column, `{folder}` the folder and `{url}` OPENAI_BASE_URL. `reward` is "exit" (1 if `test`, or without it the
+    In all options but `reward`, `{prompt}` is the text of the prompt's last message, `{column}` the row's column,
+    `{folder}` the folder and `{url}` OPENAI_BASE_URL. `reward` is "exit" (1 if `test`, or without it the
     program, ends with status 0, else 0), "file" (the number in `reward_file`) or "none". `files` are written into the
-    folder first.
+    folder first. Before `test` all that the program has started is killed, its `reward_file` is removed, and
+    `test_files` are written in place of the program's; a test that ends with another status than 0 pays 0.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class Command(Agent):
         reward_file: str | None = None,
         env: Mapping[str, str] | None = None,
         files: Mapping[str, str] | None = None,
+        test_files: Mapping[str, str] | None = None,
     ) -> None:
         self._run, self._reward, self._test, self._file = list(run), reward, list(test or ()), reward_file or _FILE
-        self._env, self._files = dict(env or {}), dict(files or {})
+        self._env, self._files, self._test_files = dict(env or {}), dict(files or {}), dict(test_files or {})
 
     @staticmethod
     def pays(options: Mapping[str, Any]) -> bool:
@@ -63,6 +64,7 @@ class Command(Agent):
         reward_file: object = None,
         env: object = None,
         files: object = None,
+        test_files: object = None,
     ) -> Iterator[Problem]:
         """Yield programs that are not there, and options of another type, without effect, or out of the folder."""
         for name, value in (("run", run), ("test", test)):
@@ -75,27 +77,31 @@ class Command(Agent):
                 yield Problem(name, value[0], "no such program", "Install it, or correct its path.")
         if reward not in ("exit", "file", "none"):
             yield Problem("reward", reward, "not a kind of reward", "Set exit, file or none.")
-        for name, value in (("env", env), ("files", files)):
-            texts = isinstance(value, Mapping) and all(isinstance(x, str) for pair in value.items() for x in pair)
-            if value is not None and not texts:
+        for name, value in (("env", env), ("files", files), ("test_files", test_files)):
+            if value is not None and not _texts(value):
                 yield Problem(name, value, "not a mapping of texts to texts", "Put numbers in quotes.")
         if reward_file is not None and reward != "file":
             yield Problem("reward_file", reward_file, f"has no effect with reward: {reward}", "Set reward: file.")
         if test is not None and reward == "none":
             yield Problem("test", test, "pays nothing with reward: none", "Remove one of them.")
-        named = {"files": [*files] if isinstance(files, Mapping) else [], "reward_file": [reward_file or _FILE]}
-        for name, paths in named.items():
+        if test_files and test is None:
+            yield Problem("test_files", test_files, "written for test, which is not set", "Set test, or use files.")
+        written: dict[str, object] = {"files": files, "test_files": test_files}
+        named: dict[str, list[object]] = {name: [*given] for name, given in written.items() if _texts(given)}
+        for name, paths in {**named, "reward_file": [reward_file or _FILE]}.items():
             if not all(_inside(path) for path in paths):
                 yield Problem(name, paths, "a path that leaves the attempt's folder", "Name files inside it.")
 
     def run(self, task: AgentTask) -> float | None:
         """Run the program, then the test; return the reward."""
-        folder = Path(tempfile.mkdtemp())
-        row = {**task.row, "folder": str(folder), "url": f"{task.url}/v1"}
+        with closing(Folder(Path(tempfile.mkdtemp()))) as folder:
+            return self._paid(task, folder)
+
+    def _paid(self, task: AgentTask, folder: Folder) -> float | None:
+        row = {**task.row, "folder": str(folder.path), "url": f"{task.url}/v1"}
         own = {name: filled(value, row) for name, value in self._env.items()}
         for name, text in self._files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(filled(text, row))
+            folder.write(name, filled(text, row))
         status = self._status(self._run, row, folder, {**model_variables(task), **own}, OUTPUTS[0])
         self.status = status
         if status < 0:
@@ -103,39 +109,46 @@ class Command(Agent):
         if status and self._reward == "none":
             raise CommandFailed(f"{self._run[0]} ended with exit status {status}. {self.output}")
         if self._test:
+            self._prepare_test(row, folder)
             status = self._status(self._test, row, folder, own, OUTPUTS[1])
-        if self._reward == "exit":
+        if self._reward == "exit" or (self._test and status):
             return float(status == 0)
         return self._number(folder) if self._reward == "file" else None
 
-    def _status(
-        self, command: Sequence[str], row: Mapping[str, Any], folder: Path, own: Mapping[str, str], output: str
-    ) -> int:
-        """Run a command that prints into a file. Return its exit status, or minus the signal that ended it."""
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # that is ours
-        inherited["PWD"] = str(folder)  # which some programs trust more than their working directory
-        arguments = [filled(part, row) for part in command]
-        with Path(tempfile.gettempdir(), output).open("wb+") as log:
-            try:
-                done = subprocess.run(
-                    arguments,
-                    cwd=folder,
-                    env={**inherited, **own},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
-                )
-            except OSError as error:
-                raise CommandFailed(f"{arguments[0]!r} cannot be started ({error.strerror}).") from None
-            log.seek(max(0, log.tell() - _TAIL))
-            self.output = " ".join(_CODES.sub(" ", log.read().decode(errors="replace")).split())
-        return done.returncode
-
-    def _number(self, folder: Path) -> float:
+    def _prepare_test(self, row: Mapping[str, Any], folder: Folder) -> None:
+        """Take what the program has written as a reward or as a file of the test out of its folder."""
+        if folder.replaced:
+            raise CommandFailed(f"{self._run[0]} has put something else in place of its folder. {self.output}")
         try:
-            with (folder / self._file).open() as file:
-                return float(file.read(1000))
+            if self._reward == "file":
+                folder.remove(self._file)
+            for name, text in self._test_files.items():
+                folder.write(name, filled(text, row))
+        except OSError as error:
+            raise CommandFailed(f"{self._run[0]} keeps a file of the test from being replaced ({error}).") from None
+
+    def _status(
+        self, command: Sequence[str], row: Mapping[str, Any], folder: Folder, own: Mapping[str, str], output: str
+    ) -> int:
+        """Run a command to its end, and end all that it has started. Return its status, or minus its signal."""
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # that is ours
+        inherited["PWD"] = str(folder.path)  # which some programs trust more than their working directory
+        arguments = [filled(part, row) for part in command]
+        with _new_file(Path(tempfile.gettempdir(), output)) as log:
+            started = Warded(arguments, cwd=folder.path, env={**inherited, **own}, stdout=log, stderr=log)
+            status = started.process.wait()
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
+            self.output = " ".join(_CODES.sub(" ", log.read().decode(errors="replace")).split())
+        number, left = started.left()
+        if number is not None:
+            raise CommandFailed(f"{arguments[0]!r} cannot be started ({os.strerror(number)}).")
+        if left:
+            raise CommandFailed(f"{arguments[0]} has started what could not be ended. {self.output}")
+        return status
+
+    def _number(self, folder: Folder) -> float:
+        try:
+            return float(folder.read(self._file, 1000))
         except (OSError, ValueError) as error:
             raise CommandFailed(f"no number in reward_file={self._file} ({error}). {self.output}") from None
 
@@ -146,8 +159,20 @@ def _found(program: str, env: object) -> bool:
     return bool(of_the_attempt or (isinstance(env, Mapping) and "PATH" in env) or shutil.which(program))
 
 
+def _texts(value: object) -> TypeGuard[Mapping[str, str]]:
+    return isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
+
+
 def _inside(path: object) -> bool:
-    return isinstance(path, str) and not Path(path).is_absolute() and ".." not in Path(path).parts
+    """Return whether a value names something below a folder."""
+    parts = Path(path).parts if isinstance(path, str) else ()
+    return bool(parts) and not Path(str(path)).is_absolute() and ".." not in parts
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """Open a new file in place of what has its name, which may be a link that the program has put there."""
+    path.unlink(missing_ok=True)
+    return path.open("xb+")
 
 
 def model_variables(task: AgentTask) -> dict[str, str]:

@@ -108,6 +108,7 @@ def write_synced(path: Path, text: str) -> None:
     """Write a file completely or not at all."""
     aside = path.with_name(f".{path.name}.part")
     try:
+        aside.unlink(missing_ok=True)  # left by a kill, or a link of others
         aside.write_text(text)
         sync(aside)
         aside.replace(path)
