@@ -120,8 +120,11 @@ def _wait(process: int, lifeline: int) -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
+    poll = select.poll()  # a descriptor may have any number
+    poll.register(lifeline, select.POLLIN)
+    poll.register(wakeup, select.POLLIN)
     while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        readable, _, _ = select.select([lifeline, wakeup], [], [], _LOOKING_SECONDS)
+        readable = [descriptor for descriptor, _ in poll.poll(1000 * _LOOKING_SECONDS)]
         signals = set(os.read(wakeup, 4096)) if wakeup in readable else set()
         # A fork of the owner may keep the lifeline open.
         if lifeline in readable or signals - {signal.SIGCHLD} or os.getppid() != owner:

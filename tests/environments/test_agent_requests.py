@@ -3,17 +3,20 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import openai
 import psutil
 import pytest
 
 from grpo_ext.environments import agents as agents_module
+from grpo_ext.environments import fit, loop
 from grpo_ext.environments import hosts as hosting
 from grpo_ext.environments.agents import Agents
 from grpo_ext.environments.attempt import AttemptLimits
@@ -398,3 +401,54 @@ def test_many_requests_leave_time_to_look_at_the_end_of_the_run(monkeypatch):
     made.take()
     assert not made._inbox._requests
     made.close()
+
+
+class Seen(Random):
+    """Notes how many attempts are open."""
+
+    most = 0
+
+    def generate(self, asked):
+        self.most = max(self.most, len(self.hosts.endpoint._lines))
+        return super().generate(asked)
+
+
+def test_attempts_are_played_in_turn_where_descriptors_are_few(hosts, monkeypatch):
+    monkeypatch.setattr(loop, "most_attempts", lambda: 3)
+    engine = Seen()
+    engine.hosts = hosts
+    made, _ = run(hosts, tasks(spec(three_turns), [{}] * 10), engine)
+    assert [one.failure for one in made] == [None] * 10
+    assert engine.most == 3
+
+
+def in_a_fork(check):
+    """Return whether `check` is true in a process of its own."""
+    process = os.fork()
+    if process == 0:
+        os._exit(0 if check() else 1)
+    return os.waitpid(process, 0)[1] == 0
+
+
+def limited_to(soft, hard):
+    used = len(os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + soft, used + hard))
+    return used
+
+
+def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes():
+    def check():
+        used = limited_to(70, 200)
+        return (hosting.most_attempts() == (200 - 64) // 4 or print(hosting.most_attempts())) and (
+            resource.getrlimit(resource.RLIMIT_NOFILE) == (used + 200, used + 200)
+        )
+
+    assert in_a_fork(check)
+
+
+def test_too_few_descriptors_are_refused_before_the_start(monkeypatch):
+    monkeypatch.setattr(fit, "rollout_problems", lambda *given: ())
+    assert not [*fit.setting_problems([spec(three_turns)], SimpleNamespace())]
+    monkeypatch.setattr(fit, "most_attempts", lambda raised: 4)
+    [problem] = fit.setting_problems([spec(three_turns)], SimpleNamespace())
+    assert "suffice for 4 attempts" in problem.reason

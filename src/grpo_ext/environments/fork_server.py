@@ -10,7 +10,7 @@ the child's warden ends, the child kills its forks and ends; if the child ends, 
 import contextlib
 import os
 import pickle
-import select
+import selectors
 import shutil
 import signal
 import socket
@@ -21,7 +21,6 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from grpo_ext.bounded import read_end
 from grpo_ext.child_processes import (
@@ -244,8 +243,10 @@ def _serve_commands(control: socket.socket, channel: socket.socket, make_session
     parent, preloaded = os.getppid(), set(children())
     outlive_parent()  # to end the forks before
     while True:
-        sources: list[Any] = [control, channel, wakeup]
-        readable, _, _ = select.select(sources, [], [], _LOOKING_SECONDS)
+        with selectors.DefaultSelector() as selector:
+            for source in (control, channel, wakeup):
+                selector.register(source, selectors.EVENT_READ)
+            readable = [key.fileobj for key, _ in selector.select(_LOOKING_SECONDS)]
         received, descriptors, _, _ = socket.recv_fds(control, 256, 1) if control in readable else (b"", [], 0, None)
         command, *numbers = received.decode().split() or [""]
         if command == "stop" or channel in readable or os.getppid() != parent:

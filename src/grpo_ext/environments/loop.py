@@ -16,7 +16,7 @@ from typing import Any
 from grpo_ext.environments.agents import Agents
 from grpo_ext.environments.attempt import Attempt, AttemptFigures, AttemptLimits, Call, MessageParser, Task
 from grpo_ext.environments.engine import TurnEngine
-from grpo_ext.environments.hosts import Answer, Connection, EnvironmentHost, answers
+from grpo_ext.environments.hosts import Answer, Connection, EnvironmentHost, answers, most_attempts
 from grpo_ext.environments.observations import final_reward, opened, stepped
 from grpo_ext.environments.rendering import CannotRender, Context, Renderer
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, InvalidResult
@@ -58,6 +58,8 @@ class Attempts:
         self.engine, self.host, self.renderer, self.parse, self.limits = engine, host, renderer, parse, limits
         self.waiting = waiting
         self.agents = Agents(renderer, parse, limits, tools)
+        self._waiting: deque[Attempt] = deque()
+        self._open = self._most = 0
         self._done: dict[int, tuple[Trajectory, AttemptFigures]] = {}
         self._ready: list[Call] = []
         self._computing: dict[Connection, Attempt] = {}
@@ -68,10 +70,9 @@ class Attempts:
     def run(self, tasks: Sequence[Task]) -> list[tuple[Trajectory, AttemptFigures]]:
         """Return trajectory and figures of each task, in order; a failed environment fails its attempt only."""
         attempts = [Attempt(number, task) for number, task in enumerate(tasks)]
+        self._waiting, self._most = deque(attempts), most_attempts()
         try:
-            for attempt in attempts:
-                if not self._leaves:
-                    self._begin(attempt)
+            self._admit()
             while self.engine.anyone(self._unfinished, self._leaves):
                 with nullcontext() if self.engine.pending else self.waiting():
                     self._take_answers()
@@ -95,6 +96,12 @@ class Attempts:
         return any(not attempt.asked for attempt in self._computing.values())
 
     # Environments.
+
+    def _admit(self) -> None:
+        """Begin attempts, as many as there are descriptors for."""
+        while self._waiting and self._open < self._most and not self._leaves:
+            self._open += 1
+            self._begin(self._waiting.popleft())
 
     def _begin(self, attempt: Attempt) -> None:
         task = attempt.task
@@ -294,3 +301,5 @@ class Attempts:
         seen = (name, messages, attempt.opening, attempt.branches, output, attempt.status)
         trajectory = Trajectory(turns, reward, attempt.truncated, failure, *seen)
         self._done[attempt.number] = trajectory, attempt.figures
+        self._open -= 1
+        self._admit()

@@ -37,8 +37,8 @@ _IDLE_SECONDS = 600
 """For which an agent's connection stays open between two requests."""
 _MOST_TOLD = 50
 """Names that the log tells of."""
-_MOST_CONNECTIONS = 1024
-"""Connections at once, if the limit of descriptors is twice as large."""
+_MOST_CONNECTIONS = 2**14
+"""Connections at once, and at most a quarter of the descriptors."""
 _STRANGE_SECONDS = 30.0
 """For which a connection stays open without a request that has a key."""
 _BACKLOG = 128
@@ -304,7 +304,7 @@ def _most_connections() -> int:
     """Return how many connections leave the trainer descriptors of its own."""
     import resource  # not on Windows, where this module must still import
 
-    return min(_MOST_CONNECTIONS, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - _BACKLOG))
+    return min(_MOST_CONNECTIONS, max(32, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
 async def _kept_alive(

@@ -143,7 +143,8 @@ class Command(Agent):
         if number is not None:
             raise CommandFailed(f"{arguments[0]!r} cannot be started ({os.strerror(number)}).")
         if left:
-            raise CommandFailed(f"{arguments[0]} has started what could not be ended. {self.output}")
+            ended = describe_exit(status)
+            raise CommandFailed(f"{arguments[0]}: {ended}, and what it had started could not be ended. {self.output}")
         return status
 
     def _number(self, folder: Folder) -> float:
