@@ -1,13 +1,14 @@
 # grpo-ext with the pinned versions of constraints.txt.
 #
 #   docker build -t grpo-ext .                                   # for a CPU
-#   docker build -t grpo-ext-cuda --build-arg BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 \
+#   docker build -t grpo-ext-cuda --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
 #       --build-arg TORCH_INDEX=https://pypi.org/simple --build-arg "EXTRAS=[vllm,deepspeed]" .
 #
-#   docker run --rm -v "$PWD:/workspace" grpo-ext train --config quickstart/grpo
-#   docker run --rm -v "$PWD:/workspace" --gpus all --shm-size 16g grpo-ext-cuda train --config RECIPE
+#   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD:/workspace" grpo-ext train --config quickstart/grpo
+#   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD:/workspace" --gpus all --shm-size 16g grpo-ext-cuda train --config RECIPE
 #
-# BASE: an image of Debian or Ubuntu. TORCH_INDEX: where torch comes from; PyPI has the CUDA build.
+# BASE: an image of Debian or Ubuntu; its CUDA is that of TORCH, 13.0. TORCH_INDEX: where torch comes from; PyPI has the CUDA build.
+# It runs without root's rights, as whichever user docker names: each may write the home folder, which holds caches only.
 
 ARG BASE=python:3.12-slim
 FROM ${BASE}
@@ -30,6 +31,10 @@ COPY recipes /grpo-ext/recipes
 COPY examples/project /grpo-ext/examples/project
 RUN pip install --no-cache-dir "/grpo-ext${EXTRAS}" --constraint /grpo-ext/constraints.txt
 
+# PyTorch asks for the user's name, and an id that docker names has none.
+ENV HOME=/home/trainer USER=trainer
+RUN useradd --create-home trainer && chmod 1777 /home/trainer && install --directory --mode 1777 /workspace
+USER trainer
 WORKDIR /workspace
 ENTRYPOINT ["grpo-ext"]
 CMD ["--help"]

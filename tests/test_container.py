@@ -1,6 +1,7 @@
 """The Dockerfile: its files make the package, its versions are the project's, and Docker builds it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from support.processes import PATIENCE
 
 ROOT = Path(__file__).parent.parent
-KNOWN = {"ARG", "FROM", "RUN", "ENV", "COPY", "WORKDIR", "ENTRYPOINT", "CMD"}
+KNOWN = {"ARG", "FROM", "RUN", "ENV", "COPY", "USER", "WORKDIR", "ENTRYPOINT", "CMD"}
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -44,6 +45,21 @@ def test_instructions_arguments_versions_and_entry_point():
     assert entry[0] in project["scripts"]
     extras = (ROOT / "Dockerfile").read_text().partition('"EXTRAS=[')[2].partition("]")[0].split(",")
     assert set(extras) <= project["optional-dependencies"].keys()
+
+
+def test_it_runs_as_a_user_without_rights_on_the_cuda_of_its_torch():
+    kinds = [name for name, _ in instructions()]
+    [user] = [rest for name, rest in instructions() if name == "USER"]
+    assert user not in ("root", "0")
+    assert kinds.index("USER") > max(i for i, name in enumerate(kinds) if name in ("RUN", "COPY"))
+    assert f"useradd --create-home {user} " in " ".join(rest for name, rest in instructions() if name == "RUN")
+    documents = [(ROOT / name).read_text() for name in ("Dockerfile", "docs/launching.md")]
+    bases = {base for text in documents for base in re.findall(r"nvidia/cuda:(\S+)-devel", text)}
+    assert arguments()["TORCH"] == "torch==2.13.0", "does its build on PyPI still have this CUDA?"
+    assert {base.rsplit(".", 1)[0] for base in bases} == {"13.0"}
+    assert all(
+        text.count("docker run") == text.count('docker run --rm --user "$(id -u):$(id -g)"') for text in documents
+    )
 
 
 def test_the_copied_files_make_the_package(tmp_path):

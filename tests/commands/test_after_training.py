@@ -13,6 +13,7 @@ import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from grpo_ext import ConfigError
+from grpo_ext.commands import runs
 from grpo_ext.commands.chat import Speaker
 from grpo_ext.commands.merge import merge
 from grpo_ext.commands.runs import Trained, find_trained
@@ -66,14 +67,17 @@ def logits(model) -> torch.Tensor:
 # What is found.
 
 
-def test_runs_checkpoints_models_and_hub_ids_are_found(chat, project, tmp_path):
+def test_runs_checkpoints_models_and_hub_ids_are_found(chat, project, tmp_path, monkeypatch):
     assert find_trained(str(project / "chat")).model == str(project / "chat")
     assert find_trained(str(project / "chat")).record["temperature"] == 0.7
     assert find_trained(str(project / "chat" / "checkpoint-1")).record["temperature"] == 0.7
     shutil.copytree(project / "chat" / "checkpoint-1", tmp_path / "unfinished" / "checkpoint-1")
     assert find_trained(str(tmp_path / "unfinished")).model == str(tmp_path / "unfinished" / "checkpoint-1")
     assert find_trained(str(project / "base")) == Trained(str(project / "base"), {})
+    monkeypatch.setattr(runs, "has_file", lambda name, file: (name, file) == ("org/model", "config.json"))
     assert find_trained("org/model") == Trained("org/model", {})
+    with pytest.raises(ConfigError, match="RUN='outputs/gone': no such folder here"):
+        find_trained("outputs/gone")
 
 
 @pytest.mark.parametrize(("name", "expected"), [("./gone", "no such folder"), ("{tmp}", "holds neither a model")])

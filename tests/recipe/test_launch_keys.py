@@ -9,6 +9,7 @@ from grpo_ext.commands.train import accelerate_command, wanted_launch
 from grpo_ext.config import machine
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE
 from grpo_ext.errors import ConfigError
+from grpo_ext.recipe import launching
 from grpo_ext.recipe.files import recipes_folder
 from grpo_ext.recipe.launching import FLAGS, VALUES, Launch, check_launched, launch_of
 from grpo_ext.recipe.parsing import all_keys, load_recipe
@@ -98,8 +99,9 @@ def test_a_plan_asks_for_no_process_group(recipe, capsys):
     capsys.readouterr()
 
 
-def test_check_plans_for_the_recipes_processes(recipe, capsys):
+def test_check_plans_for_the_recipes_processes(recipe, capsys, monkeypatch):
     """Groups of 8 with one row a process: whole with 8 processes, and with 4 a mistake."""
+    monkeypatch.setattr(launching, "find_spec", lambda _: True)
     rows = {"per_device_train_batch_size": 1, "num_generations": 8, "accelerate_config": "zero2"}
     assert command("check", *recipe(**rows)) == 0
     assert "8 completions of 1 prompts" in " ".join(capsys.readouterr().out.split())
@@ -150,7 +152,7 @@ def test_the_server_of_several_processes_is_started_by_one(recipe, monkeypatch, 
     monkeypatch.setattr(machine, "is_installed", lambda package: False)
     assert command("serve", *recipe(**ON_TWO)) == 2
     err = capsys.readouterr().err
-    assert "pip install vllm" in err
+    assert "pip install 'grpo-ext[vllm]'" in err
     assert "num_generations" not in err
 
 

@@ -182,7 +182,8 @@ def wrong_type(
     mapping = holds(dict, hint)
     readings = (read for read in _readings(value) if isinstance(read, Mapping) or not mapping)
     fitting = (read for read in readings if is_bearable(read, hint, conf=_TOWER))
-    meant = next((read for read in fitting if not known or read in known), None)
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)  # whose default nobody means
+    meant = next((read for read in fitting if not known or read in known), None if is_number else default)
     name = setting.rpartition("].")[2]
     left_out = "or leave it out" + ("" if default is None else f": the default is {_as_yaml(default)}")
     if meant is not None:

@@ -187,7 +187,9 @@ class ForkServer:
                     return waited.progressed()
                 if waited.left <= 0:
                     raise EnvironmentFailed(f"{FailureKind.DIED}: its fork server hung for {waited.limit:g} s")
-                select.select([], [self._control], [], min(waited.look(), max(0.0, waited.left)))
+                with selectors.DefaultSelector() as room:  # select.select takes no descriptor above 1,023
+                    room.register(self._control, selectors.EVENT_WRITE)
+                    room.select(min(waited.look(), max(0.0, waited.left)))
         except (EnvironmentFailed, WaitedInVain):
             self._child.interrupt()
             raise
