@@ -12,10 +12,11 @@ from tokenizers import AddedToken, processors
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.data.chat_template import prompt_ids, rendered, template_opens
 from grpo_ext.data.config import DataConfig
+from grpo_ext.data.messages import without_gaps
 from grpo_ext.data.pictures import as_read, with_pictures
 from grpo_ext.data.prepare import prepare
 from grpo_ext.data.prompts import PromptLook, unseen_layout
-from grpo_ext.data.rows import RowError, check_prompt, without_gaps
+from grpo_ext.data.rows import RowError, check_prompt
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe

@@ -5,7 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.data.rows import Prompt, without_gaps
+from grpo_ext.data.messages import without_gaps
+from grpo_ext.data.rows import Prompt
 from grpo_ext.errors import Problem
 from grpo_ext.rewards.columns import opened
 

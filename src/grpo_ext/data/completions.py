@@ -19,6 +19,7 @@ from pyarrow import parquet
 from grpo_ext.bounded import replacing, write_text
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.json_rows import jsonl_rows
+from grpo_ext.data.messages import without_none
 from grpo_ext.data.rows import (
     ANSWER_COLUMNS,
     MAX_REPORTED,
@@ -28,7 +29,6 @@ from grpo_ext.data.rows import (
     RowError,
     extract_answer,
     unusable,
-    without_none,
 )
 from grpo_ext.errors import ABSENT, DataError, Problem, without_secrets
 from grpo_ext.rewards.columns import CALLBACKS, PLURALS

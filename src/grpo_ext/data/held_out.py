@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from grpo_ext.data.rows import without_none
+from grpo_ext.data.messages import without_none
 from grpo_ext.errors import DataError, Problem
 
 logger = logging.getLogger(__name__)

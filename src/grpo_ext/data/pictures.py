@@ -9,7 +9,8 @@ from datasets import Dataset, Image, IterableDataset, List, Value
 from trl.data_utils import prepare_multimodal_messages
 
 from grpo_ext.config.rules import IMAGE_COLUMNS, columns_of_images
-from grpo_ext.data.rows import Row, RowError, parse_chat, without_gaps
+from grpo_ext.data.messages import without_gaps
+from grpo_ext.data.rows import Row, RowError, parse_chat
 from grpo_ext.errors import ABSENT, DataError, Problem
 
 ONE, SEVERAL = IMAGE_COLUMNS

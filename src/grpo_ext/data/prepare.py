@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ext.data import files as local_files
 from grpo_ext.data.chat_template import prompt_ids
 from grpo_ext.data.config import DataConfig, value_problems
+from grpo_ext.data.messages import without_gaps
 from grpo_ext.data.pictures import as_read, image_columns, with_pictures
 from grpo_ext.data.rows import (
     ANSWER_COLUMNS,
@@ -26,7 +27,6 @@ from grpo_ext.data.rows import (
     convert,
     parse_chat,
     unusable,
-    without_gaps,
 )
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.registry import did_you_mean

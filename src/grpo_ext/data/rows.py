@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from grpo_ext.bounded import parse_json
+from grpo_ext.data.messages import arguments_of, read_arguments
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
 
@@ -188,58 +189,10 @@ def _check_message(message: object, number: int, column: str, *, empty: bool) ->
     said = isinstance(content, str | list) and (content or (empty and content == ""))
     if not said and not message.get("tool_calls"):
         raise RowError(f"message {number} ({role}) has no 'content': {_short(message)}", "Fill it in.", column)
-    for arguments in map(_arguments, message.get("tool_calls") or ()):
+    for arguments in map(arguments_of, message.get("tool_calls") or ()):
         if isinstance(arguments, str) and read_arguments(arguments) is None:
             reason = f"the arguments of a call in message {number} ({role}) are no JSON object: {_short(arguments)}"
             raise RowError(reason, 'Write {"name": value}, as an object or as JSON text.', column)
-
-
-def _arguments(call: object) -> object:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    return function.get("arguments") if isinstance(function, dict) else None
-
-
-def read_arguments(text: str) -> Row | None:
-    """Return the arguments of a call that are written as JSON text, as OpenAI's are; None if they are no object."""
-    try:
-        read = parse_json(text) if text.strip() else {}
-    except ValueError:
-        return None
-    return read if isinstance(read, dict) else None
-
-
-def without_gaps(prompt: Any) -> Any:
-    """Return a prompt as chat templates take it.
-
-    Keys that Arrow fills with None, where only some messages or calls have them, are left out. A message without
-    content, such as one with a tool call, has the empty text: templates render None as "None". Arguments of calls that
-    are JSON text become the object that templates write as JSON, or by each argument.
-    """
-    if not isinstance(prompt, list):
-        return prompt
-    return [{"content": "", **_with_objects(without_none(message))} for message in prompt]
-
-
-def _with_objects(message: Row) -> Row:
-    if not isinstance(calls := message.get("tool_calls"), list):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: Any) -> Any:
-    arguments = _arguments(call)
-    if not isinstance(arguments, str) or (read := read_arguments(arguments)) is None:
-        return call
-    if "function" not in call:
-        return {**call, "arguments": read}
-    return {**call, "function": {**call["function"], "arguments": read}}
-
-
-def without_none(value: Any) -> Any:
-    """Return a value without the keys that are None, at any depth."""
-    if isinstance(value, dict):
-        return {key: without_none(part) for key, part in value.items() if part is not None}
-    return [without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def check_finite(answer: object, column: str) -> None:

@@ -17,7 +17,7 @@ from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from grpo_ext.bounded import check_depth
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.data.rows import without_gaps
+from grpo_ext.data.messages import without_gaps
 from grpo_ext.environments.attempt import AttemptFigures, AttemptLimits, Task
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.engine import TurnEngine

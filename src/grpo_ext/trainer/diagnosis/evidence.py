@@ -16,14 +16,10 @@ TREND = 5
 _FEW_CARRY, _OFTEN_CLIPPED = 0.3, 0.1
 """Effective share of completions below which, and clipped share above which, a batch is stale. The first does not show
 it without the second: a low share is frequent in sound runs too."""
-_CUT, _SILENT = "completions/clipped_ratio", "advantages/zero_variance_groups"
-_STILL = 1e-11
-"""Relative change below which no weight has moved; a learning rate of 1e-9 still moves float32 weights by 4e-10."""
-_CERTAIN = 1e-6
-"""Nats per token below which a policy has one completion for each prompt."""
+CUT, SILENT = "completions/clipped_ratio", "advantages/zero_variance_groups"
 _FEW = 5
 """Earlier rows that a comparison needs."""
-_MANY = 20
+MANY = 20
 """Earlier rows that a comparison reads at most."""
 OF_UPDATES = _SIZE, _CLIPPED = "ratio/ess_completions", "clip_ratio/region_mean"
 """Metrics that are read of all rows: further steps on a generation have no reward."""
@@ -80,7 +76,7 @@ class History:
 
     def recent(self, name: str, rows: int) -> list[float]:
         """Return the values of the last rows that have one."""
-        return _known(self.columns.get(name, [])[-rows:])
+        return known_of(self.columns.get(name, [])[-rows:])
 
     def known(self, name: str, rows: int) -> list[float]:
         """Return the last known values, from at most twice as many rows, or []."""
@@ -97,14 +93,15 @@ class History:
 
     def before(self, name: str, rows: int) -> list[float]:
         """Return the values before the last `rows`, or [] if too few are known."""
-        found = _known(self.columns.get(name, [])[-rows - _MANY : -rows])
+        found = known_of(self.columns.get(name, [])[-rows - MANY : -rows])
         return found if len(found) >= _FEW else []
 
 
 Evidence = Callable[[History], str]
 
 
-def _known(values: Sequence[float | None]) -> list[float]:
+def known_of(values: Sequence[float | None]) -> list[float]:
+    """Return the values that are there."""
     return [value for value in values if value is not None]
 
 
@@ -168,86 +165,23 @@ def rewards_of_other_rows(history: History) -> str:
 
 def end_lost(history: History) -> str:
     """Attempts of environments and tools may be ended from outside, at any length, so they are left out."""
-    cut = history.last(_CUT, ROWS)
+    cut = history.last(CUT, ROWS)
     if not cut or min(cut) < 0.99 or history.several_turns:
         return ""
     least, most = (history.last(f"completions/{name}_length", ROWS) for name in ("min", "max"))
     if not (least and most) or any(low > 0.9 * high for low, high in zip(least, most, strict=True)):
         return ""
     return (
-        f"{_CUT} {span(cut)} in {ROWS} logs, although lengths of {min(least):g} to {max(most):g} tokens show that no "
+        f"{CUT} {span(cut)} in {ROWS} logs, although lengths of {min(least):g} to {max(most):g} tokens show that no "
         "common limit cut them"
     )
 
 
 def no_end(history: History) -> str:
     """Find completions that begin to run into the limit."""
-    values, before = history.last(_CUT, ROWS), history.before(_CUT, ROWS)
+    values, before = history.last(CUT, ROWS), history.before(CUT, ROWS)
     leaps = values and before and min(values) >= 0.8 and median(before) <= 0.3
-    return seen(history, _CUT, values) if leaps and not history.several_turns and not end_lost(history) else ""
-
-
-def no_signal(history: History) -> str:
-    """No group of the whole log has had an advantage; a share of one row is noise unless the log ends there."""
-    values = _known(history.columns.get(_SILENT, []))
-    if not values or min(values) < 1 or len(values) < (1 if history.complete else TREND):
-        return ""
-    beside = ((name, _known(history.columns.get(name, []))) for name in ("reward", "groups/all_wrong", _CUT))
-    beside_it = ", ".join(f"{name} {span(found)}" for name, found in beside if found)
-    return f"{_SILENT} 1 in all {len(values)} logs; {beside_it}"
-
-
-# Runs that learn nothing from the first step on.
-
-
-def all_masked(history: History) -> str:
-    """Find logs without a token to train on."""
-    name = "completions/skipped"
-    values = _known(history.columns.get(name, []))
-    values = values if history.complete and len(values) < TREND else values[-TREND:]
-    if not values or min(values) < 1 or len(values) < (1 if history.complete else TREND):
-        return ""
-    cut = history.recent(_CUT, len(values))
-    return f"{name} 1 in {len(values)} logs{f'; {_CUT} {span(cut)}' if cut else ''}"
-
-
-def no_weight_moves(history: History) -> str:
-    """No weight has moved in the whole log, although each of the last steps had a gradient and no warm-up."""
-    name, rows = "weights/change", 2 if history.complete else ROWS
-    changes, norms = _known(history.columns.get(name, [])), history.last("grad_norm", rows)
-    rates, silent = history.last("learning_rate", rows), history.last(_SILENT, rows)
-    if len(changes) < rows or max(changes) > _STILL or not norms or min(norms) == 0:
-        return ""
-    if (rates and rates[-1] > rates[0]) or (silent and max(silent) == 1):
-        return ""
-    return f"{name} {span(changes)} in all {len(changes)} logs, grad_norm {span(norms)}, learning_rate {span(rates)}"
-
-
-def collapsed(history: History) -> str:
-    """Find a policy that has one completion for each prompt, and a worse one than at the start.
-
-    Without a gradient the entropy is not computed; the texts of the groups then show the same in more logs.
-    """
-    rewards = _known(history.columns.get("reward", []))
-    now, entropies = history.last("reward", ROWS), history.columns.get("entropy", [])[-ROWS:]
-    if not now or max(now) >= rewards[0] or any(entropy is not None and entropy > _CERTAIN for entropy in entropies):
-        return ""
-    start = f"reward {span(now)}, {rewards[0]:.3g} in the first log"
-    if known := _known(entropies):
-        return f"entropy {span(known)} in {ROWS} logs; {start}"
-    long, texts, silent = (history.last(name, _MANY) for name in ("reward", "groups/distinct", _SILENT))
-    one = bool(long and texts and silent) and max(texts) == min(texts) <= 0.5 and min(silent) == 1
-    return f"groups/distinct {span(texts)} and {_SILENT} 1 in {_MANY} logs; {start}" if one else ""
-
-
-def agent_fails(history: History) -> str:
-    """Find an agent of which no attempt has ended with status 0, nor any been paid differently from others."""
-    names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/nonzero_exit")]
-    for name in names:
-        values = _known(history.columns[name])
-        if len(values) >= (1 if history.complete else TREND) and min(values) == 1 and no_signal(history):
-            return f"{name} 1 in all {len(values)} logs"
-    return ""
+    return seen(history, CUT, values) if leaps and not history.several_turns and not end_lost(history) else ""
 
 
 # Steps.
@@ -255,7 +189,7 @@ def agent_fails(history: History) -> str:
 
 def few_carry(history: History) -> str:
     """Find batches in which few completions carry the update, and many tokens are clipped."""
-    sizes, clipped = (_known(history.updates[name][-ROWS:]) for name in (_SIZE, _CLIPPED))
+    sizes, clipped = (known_of(history.updates[name][-ROWS:]) for name in (_SIZE, _CLIPPED))
     if len(sizes) < ROWS or len(clipped) < ROWS or max(sizes) >= _FEW_CARRY or min(clipped) <= _OFTEN_CLIPPED:
         return ""
     sampler = history.last("sampling/ess_completions", ROWS)

@@ -1,0 +1,68 @@
+"""Evidence that a run learns nothing, from its first step on or since its policy is gone, by absolute bounds."""
+
+from grpo_ext.trainer.diagnosis.evidence import CUT, MANY, ROWS, SILENT, TREND, History, known_of, span
+
+_STILL = 1e-11
+"""Relative change below which no weight has moved; a learning rate of 1e-9 still moves float32 weights by 4e-10."""
+_CERTAIN = 1e-6
+"""Nats per token below which a policy has one completion for each prompt."""
+
+
+def no_signal(history: History) -> str:
+    """No group of the whole log has had an advantage; a share of one row is noise unless the log ends there."""
+    values = known_of(history.columns.get(SILENT, []))
+    if not values or min(values) < 1 or len(values) < (1 if history.complete else TREND):
+        return ""
+    beside = ((name, known_of(history.columns.get(name, []))) for name in ("reward", "groups/all_wrong", CUT))
+    beside_it = ", ".join(f"{name} {span(found)}" for name, found in beside if found)
+    return f"{SILENT} 1 in all {len(values)} logs; {beside_it}"
+
+
+def all_masked(history: History) -> str:
+    """Find logs without a token to train on."""
+    name = "completions/skipped"
+    values = known_of(history.columns.get(name, []))
+    values = values if history.complete and len(values) < TREND else values[-TREND:]
+    if not values or min(values) < 1 or len(values) < (1 if history.complete else TREND):
+        return ""
+    cut = history.recent(CUT, len(values))
+    return f"{name} 1 in {len(values)} logs{f'; {CUT} {span(cut)}' if cut else ''}"
+
+
+def no_weight_moves(history: History) -> str:
+    """No weight has moved in the whole log, although each of the last steps had a gradient and no warm-up."""
+    name, rows = "weights/change", 2 if history.complete else ROWS
+    changes, norms = known_of(history.columns.get(name, [])), history.last("grad_norm", rows)
+    rates, silent = history.last("learning_rate", rows), history.last(SILENT, rows)
+    if len(changes) < rows or max(changes) > _STILL or not norms or min(norms) == 0:
+        return ""
+    if (rates and rates[-1] > rates[0]) or (silent and max(silent) == 1):
+        return ""
+    return f"{name} {span(changes)} in all {len(changes)} logs, grad_norm {span(norms)}, learning_rate {span(rates)}"
+
+
+def collapsed(history: History) -> str:
+    """Find a policy that has one completion for each prompt, and a worse one than at the start.
+
+    Without a gradient the entropy is not computed; the texts of the groups then show the same in more logs.
+    """
+    rewards = known_of(history.columns.get("reward", []))
+    now, entropies = history.last("reward", ROWS), history.columns.get("entropy", [])[-ROWS:]
+    if not now or max(now) >= rewards[0] or any(entropy is not None and entropy > _CERTAIN for entropy in entropies):
+        return ""
+    start = f"reward {span(now)}, {rewards[0]:.3g} in the first log"
+    if known := known_of(entropies):
+        return f"entropy {span(known)} in {ROWS} logs; {start}"
+    long, texts, silent = (history.last(name, MANY) for name in ("reward", "groups/distinct", SILENT))
+    one = bool(long and texts and silent) and max(texts) == min(texts) <= 0.5 and min(silent) == 1
+    return f"groups/distinct {span(texts)} and {SILENT} 1 in {MANY} logs; {start}" if one else ""
+
+
+def agent_fails(history: History) -> str:
+    """Find an agent of which no attempt has ended with status 0, nor any been paid differently from others."""
+    names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/nonzero_exit")]
+    for name in names:
+        values = known_of(history.columns[name])
+        if len(values) >= (1 if history.complete else TREND) and min(values) == 1 and no_signal(history):
+            return f"{name} 1 in all {len(values)} logs"
+    return ""
