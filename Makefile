@@ -109,7 +109,7 @@ test-lowest:
 	@echo "test-lowest: pytest in $(WORKERS) processes, with $(LOWEST_TORCH) and the lowest versions of pyproject.toml"
 	@$(call install,$(LOWEST),python)
 	"$(LOWEST)/bin/python" .ci/lowest.py | grep -v '^torch==' > "$(LOWEST)/constraints.txt"
-	@$(call install,$(LOWEST),test,--torch "$(LOWEST_TORCH)" --constraint "$(LOWEST)/constraints.txt")
+	@$(call install,$(LOWEST),dev,--torch "$(LOWEST_TORCH)" --constraint "$(LOWEST)/constraints.txt")
 	$(call run_tests,"$(LOWEST)/bin") $(QUICK) $(PYTEST_ARGS)
 
 # In a new environment: pip takes the newest of what is not there yet.
