@@ -181,6 +181,26 @@ def test_what_samples_beside_the_training_ends_with_a_run_that_gets_a_signal(cas
     run.nothing_left()
 
 
+EVALUATIONS = {
+    "TRL's": ({"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}, 1),
+    "eval_sets, before the first step": ({"eval_sets": [{"name": "held", "samples": 4}]}, 0),
+}
+"""Each of hundreds of batches."""
+
+
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_two_processes_leave_an_evaluation_together_if_one_of_them_gets_a_signal(case, start):
+    settings, step = EVALUATIONS[case]
+    run = start(TWO, **settings).training(step)
+    began = time.monotonic()
+    run.ranks()[1].send_signal(signal.SIGTERM)
+    assert run.ended() == NOT_FINISHED, run.text[-6000:]
+    print(f"from the signal to the end: {time.monotonic() - began:.1f} s")
+    assert time.monotonic() - began < 90
+    assert [folder.name for folder in run.out.glob("checkpoint-*")] == [f"checkpoint-{step}"] * bool(step)
+    run.nothing_left()
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_signal_leaves_a_sampler_that_hangs_and_saves_the_last_whole_step(ahead, start):
     run = start(ALONE, rollout_engine="process", rollout_ahead=ahead).training()

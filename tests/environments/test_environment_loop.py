@@ -339,7 +339,7 @@ def test_a_turn_that_takes_long_is_not_a_wait_for_an_environment(hosts, monkeypa
     with closing(Requests([1.0])) as engine:
         done, _ = run(hosts, tasks(spec("Slow"), [{"seconds": [0.0] * 2}]), engine)
     assert [len(t.turns) for t in done] == [2]
-    assert "no sign of life" not in caplog.text
+    assert "environment Slow: no sign of life" not in caplog.text
 
 
 def test_waves_of_turns_do_not_depend_on_the_time_that_environments_take(hosts):

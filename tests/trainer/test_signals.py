@@ -124,6 +124,7 @@ LEFT_IN = {
     "ours": {},
     "stock TRL's, at the last step": {"loss_defaults": "trl", "log_completions": True},
     "one of two sets, logged already": {"two_sets": True},
+    "sampled ahead": {"rollout_ahead": 1, "rollout_engine": "process"},
 }
 
 

@@ -77,6 +77,8 @@ class Lifecycle(GRPOTrainer):
     """Those of an adapter, which are its reference."""
     _ends_early = False
     """True while a run is ended early: its checkpoint must hold what a resume needs, also with `save_only_model`."""
+    _may_leave_evaluation = False
+    """True in an evaluation that is due in training, which the resumed run repeats."""
     _record: Mapping[str, Any] | None = None
     _reference_checked = True
     """False once memory was too little for the check."""
@@ -296,11 +298,12 @@ class Lifecycle(GRPOTrainer):
         if skip_scheduler and self._resumed is not None:  # `eval_on_start` of a run that has been resumed
             return None
         self._writer.go_back = saving.before_evaluation(self)  # should it be left: the resumed run repeats it
-        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        with temporarily(self, _may_leave_evaluation=True):
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Evaluate a batch as TRL does, unless a signal ends the run."""
-        if signals.phase == "training" and any(everywhere(signals.requested)):
+        if self._may_leave_evaluation and any(everywhere(signals.requested)):
             raise SamplerLost(f"evaluation: {SIGNALLED}")
         return super().prediction_step(*args, **kwargs)
 
