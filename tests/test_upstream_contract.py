@@ -152,7 +152,7 @@ def test_make_test_lowest_pins_every_dependency():
     extras = project["optional-dependencies"]
     asked = [
         *project["dependencies"],
-        *(line for name in ("agents", "dev", "json", "tasks") for line in extras[name]),
+        *(line for name in ("agents", "dev", "json", "qlora", "tasks", "test") for line in extras[name]),
     ]
     names = {Requirement(line).name for line in asked} - {"grpo-ext", "types-PyYAML"}
     pins = subprocess.run([sys.executable, ROOT / ".ci" / "lowest.py"], capture_output=True, text=True, check=True)
