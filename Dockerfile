@@ -32,8 +32,8 @@ COPY examples/project /grpo-ext/examples/project
 RUN pip install --no-cache-dir "/grpo-ext${EXTRAS}" --constraint /grpo-ext/constraints.txt
 
 # PyTorch asks for the user's name, and an id that docker names has none.
-ENV HOME=/home/trainer USER=trainer
-RUN useradd --create-home trainer && chmod 1777 /home/trainer && install --directory --mode 1777 /workspace
+ENV HOME=/var/lib/trainer USER=trainer
+RUN useradd --create-home --home-dir "$HOME" trainer && chmod 1777 "$HOME" && install --directory --mode 1777 /workspace
 USER trainer
 WORKDIR /workspace
 ENTRYPOINT ["grpo-ext"]

@@ -52,7 +52,9 @@ def test_it_runs_as_a_user_without_rights_on_the_cuda_of_its_torch():
     [user] = [rest for name, rest in instructions() if name == "USER"]
     assert user not in ("root", "0")
     assert kinds.index("USER") > max(i for i, name in enumerate(kinds) if name in ("RUN", "COPY"))
-    assert f"useradd --create-home {user} " in " ".join(rest for name, rest in instructions() if name == "RUN")
+    assert f'useradd --create-home --home-dir "$HOME" {user} ' in " ".join(
+        rest for name, rest in instructions() if name == "RUN"
+    )
     documents = [(ROOT / name).read_text() for name in ("Dockerfile", "docs/launching.md")]
     bases = {base for text in documents for base in re.findall(r"nvidia/cuda:(\S+)-devel", text)}
     assert arguments()["TORCH"] == "torch==2.13.0", "does its build on PyPI still have this CUDA?"
