@@ -145,6 +145,7 @@ def test_a_merged_model_is_adapter_and_base(run, chat, project, tmp_path):
     difference, largest = merge(find_trained(str(project / run)), tmp_path / "merged")
     assert difference < 1e-6 * largest
     adapter = PeftModel.from_pretrained(tiny.load(str(project / "base")), str(project / run)).double()
+    assert len({path.stat().st_mode for path in (tmp_path / "merged").glob("*.*")}) == 1  # the umask's
     merged = tiny.load(str(tmp_path / "merged")).double()
     assert not hasattr(merged, "peft_config")
     with float64_throughout():

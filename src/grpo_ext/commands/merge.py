@@ -14,6 +14,7 @@ from grpo_ext.config.adapters import Base, base_of
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.loading import load_policy, load_tokenizer_of
 from grpo_ext.trainer.checkpoints.identity import write_record
+from grpo_ext.trainer.checkpoints.manifest import share
 
 _TOLERANCE = 1e-4
 """Largest difference between logits, relative to the largest logit, of a merge in float32 that is kept."""
@@ -52,6 +53,7 @@ def merge(trained: Trained, output: Path, dtype: str = "float32") -> tuple[float
     tokenizer.save_pretrained(output)
     if trained.record:
         write_record(output, trained.record)
+    share(path for path in output.iterdir() if path.is_file())
     del model, merged
     written = AutoModelForCausalLM.from_pretrained(output, dtype=wide, **trained.loading).eval()
     try:
