@@ -171,7 +171,7 @@ def test_null_on_the_command_line_unsets_a_key(tmp_path, capsys):
     mine = ["--config", "laptop/qwen2.5-0.5b-dr_grpo", "--dataset_name", str(tmp_path / "mine.csv")]
     mine += ["--answer_format=null", "--model_name_or_path", "quickstart", "--max_completion_length", "64"]
     with pytest.raises(
-        ConfigError, match=r"dataset_config='main': .* is one file. Unset it \(--dataset_config null\)"
+        ConfigError, match=r"dataset_config='main': .* is one file. Unset dataset_config \(--dataset_config null\)"
     ):
         load_recipe(mine, Look())
     recipe = load_recipe([*mine, "--dataset-config", "null", "--system_prompt", "null", "--use_cpu", "true"], Look())

@@ -221,6 +221,7 @@ def test_a_mean_over_seeds_ends_where_a_run_ends_and_has_a_gap_where_one_is_not_
     logs = [[{"reward": 1.0 * step, "step": step} for step in range(1, last)] for last in (8, 5)]
     logs[0][1]["reward"] = math.nan
     [group] = grouped(read_runs([run_folder(tmp_path / str(i), seed=i, log=log) for i, log in enumerate(logs)]))
+    assert group.name == "0 and 1 more"
     band = group.series()["reward"]
     assert band.steps == [1, 2, 3, 4]
     assert [math.isnan(value) for value in band.mean] == [False, True, False, False]

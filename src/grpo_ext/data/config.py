@@ -105,7 +105,9 @@ def dataset_problems(
         found += local_files.data_path_problems(dataset_name)
         if dataset_config is not None and Path(dataset_name).expanduser().is_file():
             reason = f"{dataset_name!r} is one file"
-            found.append(Problem("dataset_config", dataset_config, reason, "Unset it (--dataset_config null)."))
+            found.append(
+                Problem("dataset_config", dataset_config, reason, "Unset dataset_config (--dataset_config null).")
+            )
     return found
 
 

@@ -87,7 +87,7 @@ def grouped(runs: Sequence[RunFolder]) -> list[Group]:
     parts = [part for members in by_settings.values() for part in ([members] if _seeded(members) else _each(members))]
     naming = [key for key in differing if "." not in key and key != "model"]
     by_name = len(parts) < len(runs) and 0 < len(naming) <= _NAMING
-    return [Group(_name(part, naming) if by_name else part[0].name, part) for part in parts]
+    return [Group(_name(part, naming) if by_name else _named_by_runs(part), part) for part in parts]
 
 
 def _each(members: Sequence[RunFolder]) -> list[list[RunFolder]]:
@@ -101,6 +101,10 @@ def _seeded(members: Sequence[RunFolder]) -> bool:
 
 def _value(run: RunFolder, key: str) -> str:
     return repr(run.record.get(key))
+
+
+def _named_by_runs(members: Sequence[RunFolder]) -> str:
+    return members[0].name + (f" and {len(members) - 1} more" if len(members) > 1 else "")
 
 
 def _name(members: Sequence[RunFolder], naming: Sequence[str]) -> str:
