@@ -43,7 +43,8 @@ def reasoning_gym(
     `reasoning_gym_entry` is the JSON of the task's entry (question, answer, metadata). `extract` selects the text:
     "answer" (content of `<answer>`, else the whole text), "text" (the whole text), "last_line" (last non-empty line).
     Three tasks whose verifiers pay a constant for every entry (`coin_flip`, `game_of_life`, `game_of_life_halting`)
-    compare exactly, and `puzzle24` compares the numbers too. A verifier that evaluates the answer does so in the sandbox of the reward `code`, in a process for each verdict.
+    compare exactly, and `puzzle24` compares the numbers too. A verifier that evaluates the answer does so in the
+    sandbox of the reward `code`, in a process for each verdict.
     0.0: the verifier fails on the answer, or needs more than 5 seconds in the sandbox.
     None: the entry is missing or unreadable, its task unknown, or the verifier fails on the entry's own answer too.
 
