@@ -146,7 +146,9 @@ def main() -> None:
     options, further = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         build_models(Path(folder))
-        alone = Path(folder) / "checkout"  # without its package, which Python would import in place of the installed one
+        alone = (
+            Path(folder) / "checkout"
+        )  # without its package, which Python would import in place of the installed one
         shutil.copytree(options.checkout / "tests", alone / "tests")
         stock, ours = (outcomes(alone, name, Path(folder), further) for name in ("trl", "grpo_ext"))
     passed = [name for name, outcome in stock.items() if outcome == ""]

@@ -213,9 +213,11 @@ def test_a_timeout_that_nothing_applies_is_refused(entry, cure):
 # Workers and their machine.
 
 
+@pytest.mark.slow
 def test_a_worker_that_stops_reading_is_replaced(runtime, monkeypatch):
-    monkeypatch.setattr(child_processes, "LOADING_SECONDS", 3.0)
-    rewards = runtime(spec("doze", timeout=1.0, independent=True), workers=1)
+    """It is waited for through both limits, in which the next one has to load and score on a busy machine."""
+    monkeypatch.setattr(child_processes, "LOADING_SECONDS", 20.0)
+    rewards = runtime(spec("doze", timeout=10.0, independent=True), workers=1)
     assert score(rewards, ["stop"], big=["x"]) == [1.0]
     time.sleep(0.5)
     assert score(rewards, ["a", "b"], big=["x" * (1 << 20), "yy"]) == [1 << 20, 2.0]

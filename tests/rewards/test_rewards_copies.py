@@ -32,6 +32,7 @@ MARKS = [r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}", "The answer is {}.",
 DISGUISES = [dress.format(total) for total, dress in itertools.product(SUMS, DRESSES)]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("share", [pytest.param(4, marks=pytest.mark.slow), len(SOLUTIONS)])
 @pytest.mark.parametrize("number", range(len(SOLUTIONS)))
 def test_a_disguised_sum_of_the_question_is_never_paid(number, share):

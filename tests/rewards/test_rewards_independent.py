@@ -66,6 +66,7 @@ def columns_of(name: str, model: str) -> tuple[dict, dict]:
     return columns, OPTIONS.get(name, {})
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_a_completions_score_depends_on_that_completion_only(name, model):
     columns, options = columns_of(name, model)

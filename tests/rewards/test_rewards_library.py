@@ -255,3 +255,13 @@ def test_json_schema_without_its_library(monkeypatch):
     answers._validator.cache_clear()
     with pytest.raises(ImportError, match=r"needs jsonschema: pip install"):
         json_schema(completions=["{}"], schema=[{}])
+
+
+@pytest.mark.parametrize(
+    "blank", ["", " ", "\u200b", "\u2060", "\u00ad", "\u3164", "\0", "\ufeff", r"\,", r"\text{}", "{}", r"\quad"]
+)
+def test_what_shows_nothing_is_no_content(blank):
+    texts = [f"<think>{blank}</think>a", f"<think>a</think>{blank}", "<think>a</think>a"]
+    assert rewards["format"](texts, style="think") == [0.0, 0.0, 1.0]
+    assert rewards["format"]([f"<think>\na\n</think>\n<answer>\n{blank}\n</answer>"]) == [0.0]
+    assert rewards["format"]([rf"\boxed{{{blank}}}", rf"\boxed{{{blank}1}}"], style="boxed") == [0.0, 1.0]

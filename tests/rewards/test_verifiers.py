@@ -1,9 +1,11 @@
 """The reward `reasoning_gym`: the library's own scores, and nothing of an answer executed outside of the sandbox."""
 
+import collections
 import copy
 import json
 import math
 import os
+import re
 import sys
 import time
 
@@ -27,7 +29,8 @@ except sandbox.SandboxError as error:
 
 EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 PARSED = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
-COMPUTED = ("bitwise_arithmetic", "codeio", "coin_flip", "number_sorting", "propositional_logic", "rubiks_cube")
+COMPUTED = ("bitwise_arithmetic", "codeio", "number_sorting", "propositional_logic", "rubiks_cube")
+EXACT = ("coin_flip", "game_of_life", "game_of_life_halting")  # the library pays a constant for every entry
 MOVED = ("rush_hour",)  # whose rows name no right answer
 
 
@@ -53,6 +56,33 @@ def scores(pairs):
     return rewards["reasoning_gym"](completions=texts, reasoning_gym_entry=column, extract="text")
 
 
+<<<<<<< HEAD
+@pytest.mark.slow
+=======
+CONSTANTS = ("0", "1", "True", "False", "A", "[]", "x", "0.0")
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        (*EXACT, "puzzle24"),
+        pytest.param(set(DATASETS) - {"composite", "knight_swap", "sokoban"}, marks=pytest.mark.slow),
+    ],
+)
+def test_no_constant_is_right_for_most_entries_of_a_task(tasks):
+    """Neither a constant, nor one that fits the entry's form: the first row's answer, and its zeros."""
+    pairs = []
+    for task in sorted(tasks):
+        rows = entries(task, 6, seed=5)
+        own = str(answer_of(rows[0]))
+        pairs += [(task, text, row) for text in {*CONSTANTS, own, re.sub(r"[1-9]", "0", own)} for row in rows]
+    paid = collections.defaultdict(float)
+    for (task, text, _), score in zip(pairs, scores([(text, row) for _, text, row in pairs]), strict=True):
+        paid[task, text] += (score or 0.0) / 6
+    assert {key: share for key, share in paid.items() if share > 0.9} == {}
+
+
+>>>>>>> answers
 @pytest.mark.slow
 def test_every_task_is_scored_as_the_library_does():
     """Right answers, those of other rows, numbers and rubbish; where the library fails on an answer, it is wrong."""
@@ -65,7 +95,11 @@ def test_every_task_is_scored_as_the_library_does():
                 if task in ("arc_agi", "rearc"):
                     own["metadata"]["output"] = tuple(map(tuple, own["metadata"]["output"]))
                 try:
-                    score = verifier(answer=answer, entry=own)
+                    score = (
+                        verifier(answer=answer, entry=own) if task not in EXACT else float(answer == entry["answer"])
+                    )
+                    if task == "puzzle24" and answer != str(answer_of(entry)).strip():
+                        score = 0.0  # where the library does not compare the numbers
                 except Exception:
                     score = 0.0
                 pairs.append((answer, entry))

@@ -115,7 +115,8 @@ def unreadable(specs: list[RewardSpec], dataset: object) -> Iterator[tuple[Probl
         if bad:
             among = f"{len(rows)} solutions" + ("" if step == 1 else f" (one row in {step} was read)")
             reason = (
-                f"it cannot read {len(bad)} of {among}: no score for those rows. The first is row {rows[bad[0]]} "
+                f"it cannot read {len(bad)} of {among}: no score for those rows, except by `accuracy` "
+                f"for an answer that repeats the text. The first is row {rows[bad[0]]} "
                 f"(from 0): {solutions[bad[0]]!r:.80}"
             )
             cure = "Correct them; answer_format and answer_column set how and where answers are given."

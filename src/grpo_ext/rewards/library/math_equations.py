@@ -50,13 +50,18 @@ def concluded(text: str, *, prose: bool = False) -> Sides:
     ("", text) where an equation or a list of them stays whole: `EQUALS` still finds its sign. The last
     step of a calculation, or of a solution for one symbol, counts. With `prose` a sentence may stand before it.
     """
-    text = _LEAD.sub("", text.rpartition(IMPLIES)[2]).strip()
+    before, _, after = text.rpartition(IMPLIES)
+    if not prose and re.search(r"\d", before) and not EQUALS.search(before):
+        return "", text  # "65, so x = 64"
+    text = _LEAD.sub("", after).strip()
     items = items_of(text)
     equations = [item for item in items if EQUALS.search(item)]
     if not equations:
         return "", text
     if not prose and any(re.search(_WORD, item) for item in items if item not in equations):
         return "", text  # "none, or x = 5"
+    if any(_SYMBOL.fullmatch(item) for item in items if item not in equations):
+        return "", text  # "x, y = 5"
     sides = [_sides(equation, prose) for equation in equations]
     last = sides[-1]
     if last is None or _is_list(items, equations, sides, last[0]):

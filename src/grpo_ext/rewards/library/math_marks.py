@@ -21,7 +21,7 @@ PLACES = ("auto", "tag", "boxed", "hash", "last")
 
 # A language a row: how it names an answer | what follows | what closes the sentence | how it denies.
 _ROWS = """
-answers? ans\\. ans | is are was equals | | not never no nor none neither cannot \\w+n['’]t wrong incorrect false
+answers? ans\\.? | is are was equals will\\s+be must\\s+be | | not never no cannot \\w+n['’]t wrong incorrect false
 答案 正解 解答 回答 答え 答 选择 选项 选 | 是 为 為 等于 は | です | 不 没 非 错
 정답 답 | 은 는 | 입니다 이다 | 아니
 ответ відповідь отговор | это это\\s+число равен | | не нет невер\\w* неправ\\w*
@@ -189,7 +189,7 @@ def _box(text: str, start: int, end: int) -> str | None:
     opening = text.rfind("\\", 0, start)
     before = _SENTENCE.split(text[max(0, opening - _LONGEST) : opening])[-1]
     after = _SENTENCE.split(text[end + 1 : end + 1 + _LONGEST])[0]
-    denied = DENIAL.search(_CLAUSE.split(before)[-1]) or DENIAL.search(after)
+    denied = DENIAL.search(re.split("[,;，；]", before)[-1]) or DENIAL.search(after)
     if denied or _TOUCHED_BEFORE.search(before) or _TOUCHED_AFTER.match(after):
         return None
     return _BOX.sub("", text[start:end]).strip() + ("%" if re.match(r"[\s$]*\\?%", after) else "")

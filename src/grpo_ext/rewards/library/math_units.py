@@ -9,7 +9,7 @@ _SPELLINGS = {
     "mm": "millimeter",
     "km": "kilometer",
     "m": "meter",
-    "inch": "inche",
+    "inch": "inche in",
     "ft": "foot feet",
     "yd": "yard",
     "mi": "mile",
@@ -41,10 +41,10 @@ _SPELLINGS = {
     "ton": "tonne",
     "acre": "",
     "ohm": "Ω",
-    "watt": "",
-    "volt": "",
-    "joule": "",
-    "newton": "",
+    "watt": "w",
+    "volt": "v",
+    "joule": "j",
+    "newton": "n",
     "pascal": "",
     "point": "",
     "cup": "",
@@ -55,7 +55,7 @@ _METRIC = re.compile(
     "[kMGTcdnpμµumh](?:m|g|s|L|l|W|Wh|Hz|J|V|A|Pa|N|Ω|ohm|eV|B|mol|cal|rad|bar|F)|Hz|Wh|Pa|eV|mol|cal|dB|lm|ha|atm|bar"
 )
 _PART = re.compile(
-    r"\s*(?:(square|cubic|sq)\.?\s+)?([^\W\d_]+)\.?(?:\s*\^?\s*\{?\s*(-?[123])(?!\d)\s*\}?)?(?:\s*[*·]\s*|\s+)?"
+    r"\s*(?:(square|cubic|sq)\.?\s+)?([^\W\d_]+)\.?(?:(?:\s*\^\s*\{?\s*)?(?<!\s)(-?[123])(?!\d)\s*\}?)?(?:\s*[*·]\s*|\s+)?"
 )
 _FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _RATE = re.compile(r"\s*(?:/|(?<![A-Za-z])(?:per|an?|each|every)(?![A-Za-z]))\s*")
@@ -110,7 +110,7 @@ def _unit(word: str) -> str:
     if _METRIC.fullmatch(word) and word.lower() not in _CANONICAL:
         return word.replace("µ", "u").replace("μ", "u")
     lower = word.lower().replace("metre", "meter").replace("litre", "liter")
-    if len(word) == 1 and word not in "mgshlLΩ元块":
+    if len(word) == 1 and word not in "mgshlLNJWVΩ元块":
         return ""
     return _CANONICAL.get(word) or _CANONICAL.get(lower) or _CANONICAL.get(lower.removesuffix("s"), "")
 

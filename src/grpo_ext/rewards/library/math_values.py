@@ -57,9 +57,10 @@ _UNFIT = re.compile(
     r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\sA-Za-z]*\^|\*\*|(?<!\d)!|(?<=\d{3})!|!!|%(?!\Z)|\?|\d'"
 )
 # The end of a sentence that states a value.
-_STATED = re.compile(r"(?:\A|.*\s)(?:is|are|was|were|equals)\s+(?=[-+\d.$\\(\u2212])", re.DOTALL)
+_STATED = re.compile(r"(?:\A|.*\s)(?:is|are|was|were|equals):?\s+(?=[-+\d.$\\(\u2212])", re.DOTALL)
 _RELATION = re.compile(r".*\s(?=\$[^$]*(?:[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?![A-Za-z]))[^$]*\$\.?\Z)", re.DOTALL)
-_SENTENCES = re.compile(r"(?<=[.!?])\s+|\n")
+_SENTENCES = re.compile(r"(?<=[.!?])\s+(?![=<>*/^+-])|\n")
+_VALUE_BEFORE = re.compile(r"\b(?:is|are|was|were|equals)\s+[-+$(\\]*\d")
 _DATE = re.compile(r"(?:[12]\d{3}([-/])[01]?\d\1[0-3]?\d|[0-3]?\d([-/.])[0-3]?\d\2[12]\d{3})")
 # What math-verify drops: text, and what is drawn over a formula.
 _DRESSING = re.compile(
@@ -114,6 +115,8 @@ def stated(text: str, question: str = "") -> MathValue | None:
     if DENIAL.search(sentence) or re.search(r"\bor\b", sentence):
         return None
     said = _STATED.match(sentence) or _RELATION.match(sentence)
+    if said and _VALUE_BEFORE.search(sentence[: said.end()]):
+        return None  # "The total is 65, the rest is 64."
     if said and (value := read(sentence[said.end() :], question)) and not value.word:
         return value
     if not EQUALS.search(cleaned := clean(sentence)):

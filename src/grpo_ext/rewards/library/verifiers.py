@@ -10,6 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 Entry: TypeAlias = dict[str, Any]
 CPU_SECONDS = 5
 """Limit of a verdict in the sandbox."""
+_NUMBER = re.compile(r"[-+]?\d{1,30}(?:\.\d{1,30}|/0*[1-9]\d{0,29})?")
 _EVALUATES = re.compile(
     r"\b(?:eval|exec|literal_eval|parse_expr|sympify|Fraction|__import__|import_module)\("
     r"|\b(?:magiccube|perform_moves|pickle|subprocess)\b"
@@ -40,7 +42,9 @@ def reasoning_gym(
 
     `reasoning_gym_entry` is the JSON of the task's entry (question, answer, metadata). `extract` selects the text:
     "answer" (content of `<answer>`, else the whole text), "text" (the whole text), "last_line" (last non-empty line).
-    A verifier that evaluates the answer does so in the sandbox of the reward `code`, in a process for each verdict.
+    Three tasks whose verifiers pay a constant for every entry (`coin_flip`, `game_of_life`, `game_of_life_halting`)
+    compare exactly, and `puzzle24` compares the numbers too. A verifier that evaluates the answer does so in the
+    sandbox of the reward `code`, in a process for each verdict.
     0.0: the verifier fails on the answer, or needs more than 5 seconds in the sandbox.
     None: the entry is missing or unreadable, its task unknown, or the verifier fails on the entry's own answer too.
 
@@ -105,7 +109,9 @@ def _datasets() -> dict[str, Any]:
 @functools.cache
 def needs_sandbox(task: str) -> bool:
     """Return whether the verifier of a task evaluates the answer or the entry, by the source of its module."""
-    return bool(_EVALUATES.search(inspect.getsource(sys.modules[_datasets()[task][0].score_answer.__module__])))
+    return task not in _EXACT and bool(
+        _EVALUATES.search(inspect.getsource(sys.modules[_datasets()[task][0].score_answer.__module__]))
+    )
 
 
 def refusal(task: str) -> list[Problem]:
@@ -129,12 +135,20 @@ def verifier(task: str) -> Callable[..., float]:
 
 def _scores(rows: Sequence[tuple[str | None, Entry]]) -> list[float | None]:
     """Return the verdicts about (answer, entry); None where the verifier fails."""
-    inside = [i for i, (_, entry) in enumerate(rows) if needs_sandbox(_task(entry))]
+    wrong = {i for i, (answer, entry) in enumerate(rows) if _has_other_numbers(answer, entry)}
+    inside = [i for i, (_, entry) in enumerate(rows) if i not in wrong and needs_sandbox(_task(entry))]
     numbers = dict(zip(inside, _contained([rows[i] for i in inside]), strict=True)) if inside else {}
     return [
-        _bounded(float, numbers[i]) if i in numbers else _bounded(_compared, answer, entry)
+        0.0 if i in wrong else _bounded(float, numbers[i]) if i in numbers else _bounded(_compared, answer, entry)
         for i, (answer, entry) in enumerate(rows)
     ]
+
+
+def _has_other_numbers(answer: str | None, entry: Entry) -> bool:
+    """Return whether an answer to `puzzle24` has not the entry's numbers, which its verifier does not compare."""
+    if _task(entry) != "puzzle24" or answer is None:
+        return False
+    return sorted(re.findall(r"\d+", answer)) != sorted(map(str, entry["metadata"].get("numbers", ())))
 
 
 def _bounded(score: Callable[..., float], *arguments: Any) -> float | None:
@@ -145,7 +159,23 @@ def _bounded(score: Callable[..., float], *arguments: Any) -> float | None:
     return min(1.0, max(0.0, value)) if math.isfinite(value) else None
 
 
+def _same_number(answer: str, right: str) -> bool:
+    numbers = [Fraction(text.strip()) for text in (answer, right) if _NUMBER.fullmatch(text.strip())]
+    return len(numbers) == 2 and abs(numbers[0] - numbers[1]) <= Fraction(1, 10_000)
+
+
+# Tasks whose own verifiers pay one constant for every entry: a common prefix of digits counts, or the share of cells
+# of a grid that is mostly empty, or any text is true. There an answer is right or wrong.
+_EXACT: dict[str, Callable[[str, str], bool]] = {
+    "coin_flip": _same_number,
+    "game_of_life": lambda answer, right: json.loads(answer) == json.loads(right),
+    "game_of_life_halting": lambda answer, right: answer.strip().casefold() == right.strip().casefold(),
+}
+
+
 def _compared(answer: str | None, entry: Entry) -> float:
+    if exact := _EXACT.get(_task(entry)):
+        return float(answer is not None and exact(answer, entry["answer"]))
     entry = copy.deepcopy(entry)  # some verifiers write into it
     if _task(entry) == "complex_arithmetic" and answer is not None and "nan" in answer.lower():
         return 0.0  # at no distance from any answer: min(1.0, nan) is 1.0
