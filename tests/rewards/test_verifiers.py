@@ -56,9 +56,6 @@ def scores(pairs):
     return rewards["reasoning_gym"](completions=texts, reasoning_gym_entry=column, extract="text")
 
 
-<<<<<<< HEAD
-@pytest.mark.slow
-=======
 CONSTANTS = ("0", "1", "True", "False", "A", "[]", "x", "0.0")
 
 
@@ -82,7 +79,6 @@ def test_no_constant_is_right_for_most_entries_of_a_task(tasks):
     assert {key: share for key, share in paid.items() if share > 0.9} == {}
 
 
->>>>>>> answers
 @pytest.mark.slow
 def test_every_task_is_scored_as_the_library_does():
     """Right answers, those of other rows, numbers and rubbish; where the library fails on an answer, it is wrong."""
