@@ -140,7 +140,8 @@ class Command(Agent):
         if number is not None:
             raise CommandFailed(f"{arguments[0]!r} cannot be started ({os.strerror(number)}).")
         if left:
-            raise CommandFailed(f"{arguments[0]} has started what could not be ended. {self.output}")
+            ended = f"{describe_exit(status)}, and what it has started could not be ended"
+            raise CommandFailed(f"{arguments[0]}: {ended}. {self.output}")
         return status
 
     def _number(self, folder: Folder) -> float:
