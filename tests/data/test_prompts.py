@@ -228,7 +228,7 @@ def test_a_layout_counts_the_tag_that_the_template_has_opened():
 
 
 def test_reasoning_that_was_cut_off_is_not_paid():
-    for completion in ("2 + 3 is 5", "First I add them, so the answer is 5, but"):
+    for completion in ("2 + 3 is 5", "First I add them. The answer is 5."):
         assert scores("accuracy", completion, "") == [1.0]
         assert scores("accuracy", completion, "<think>\n") == [0.0]
 
