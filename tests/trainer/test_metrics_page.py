@@ -26,9 +26,10 @@ NOT_HERE = (
     ),
 )
 """What no run here has; tests of these look at their figures."""
-BY_CHANCE = {"rewards/same_text_differs", "accuracy/out_of_time", FIRST_TURN, LATER_TURNS, *list(DEPTHS)[1:]}
-"""What a run logs where two completions of a group are the same, a comparison takes too long, or completions are long
-or of several turns."""
+OF_ACCURACY = {"accuracy/out_of_time", "accuracy/unread"}
+BY_CHANCE = {"rewards/same_text_differs", *OF_ACCURACY, FIRST_TURN, LATER_TURNS, *list(DEPTHS)[1:]}
+"""What a run logs where two completions of a group are the same, `accuracy` judges, or completions are long or of
+several turns."""
 
 RUNS = {
     "adaptive entropy": {"beta": 0.1, "use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 3.0},
