@@ -765,7 +765,7 @@ def test_problems_of_paths_and_streams(tmp_path):
     for found, reason in (
         (dataset_problems(DataConfig(), str(tmp_path / "trian.jsonl")), "Did you mean 'train.jsonl' or"),
         (dataset_problems(DataConfig(), text), "files ending in '.jsonlx' cannot be read. Did you mean '.jsonl'"),
-        (dataset_problems(DataConfig(), name, dataset_config="main"), "is one file. Unset it (--dataset_config null)"),
+        (dataset_problems(DataConfig(), name, dataset_config="main"), "is one file. Unset dataset_config"),
         (dataset_problems(DataConfig(test_size=3), "a/b", streaming=True), "rows cannot be held out from a stream"),
         (dataset_problems(DataConfig(), "reasoning_gym/gcd", streaming=True), "is made in memory"),
     ):

@@ -394,7 +394,7 @@ def test_many_requests_leave_time_to_look_at_the_end_of_the_run(monkeypatch):
     asked = [PendingRequest(i, ChatRequest(GO), print) for i in range(5)]
     for request in asked:
         made._inbox.put(request)
-    monkeypatch.setattr(agents_module.leaving, "is_set", lambda: True)
+    monkeypatch.setattr(agents_module.shutdown(), "is_set", lambda: True)
     made.take()
     assert list(made._inbox._requests) == asked[1:]
     monkeypatch.undo()

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import ConfigError
@@ -207,6 +208,7 @@ TERMS = [
 @float64_throughout()
 def test_every_loss_has_one_gradient(name, settings, one_batch):
     trainer, inputs = one_batch
+    AcceleratorState(cpu=True, _from_accelerator=True)  # that of all trainers, which a refused configuration empties
     trainer.objective = objective(name, **settings)
     gradients = []
     limit = trainer._scorer.limit

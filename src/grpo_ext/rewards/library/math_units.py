@@ -123,11 +123,11 @@ def _is_noun(text: str) -> bool:
 
 
 def _is_asked(text: str, question: str) -> bool:
-    """Return whether the question has all words of a text."""
+    """Return whether a text consists of words that the question has."""
     words = re.findall(r"[^\W\d_]+", text.lower())
     asked = question.lower()
     has = [re.search(rf"(?<![^\W\d_]){word}(?![^\W\d_])" if word < "\u0e00" else word, asked) for word in words]
-    return 0 < len(words) <= 6 and re.sub(r"[\W\d_]", "", text.lower()) == "".join(words) and all(has)
+    return 0 < len(words) <= 6 and re.sub(r"[\W_]", "", text.lower()) == "".join(words) and all(has)
 
 
 def units_agree(gold: str, answer: str) -> bool:
