@@ -15,6 +15,7 @@ from grpo_ext.trainer.recording import write
 SOURCE = Path(bounded.__file__).parent
 OWN = {
     "bounded.py": "the writers",
+    "environments/library/command.py": "a new file, in place of what the program has put there",
     "environments/library/folder.py": "a folder of its own, without links",
     "config/launch.py": "a temporary folder of its own",
     "trainer/checkpoints/manifest.py": "beside, then put in place",

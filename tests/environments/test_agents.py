@@ -451,7 +451,7 @@ def test_a_fault_costs_its_own_attempt_only(hosts):
 
 def test_the_end_of_what_an_agent_and_its_test_print_is_kept_without_keys(hosts):
     program = "ask('a'); print('x' * 3000); print('\\x1b[31mkey', os.environ['OPENAI_API_KEY']); assert not 'crashed'"
-    given = command(program, test=["printf", "one\\ntwo"], files={"reward.txt": "1"}, reward="file")
+    given = command(program, test=["sh", "-c", "printf 'one\\ntwo'; echo 1 > reward.txt"], reward="file")
     [made], _ = run(hosts, tasks(given, [{"prompt": GO, "word": "w"}]))
     assert (made.failure, made.reward, made.status) == (None, 1.0, 1)
     agent, test = made.output.split("\n--- test ---\n")

@@ -85,7 +85,8 @@ def test_handlers_are_restored_and_custom_ones_kept():
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_forked_child_has_the_default_handlers():
+def test_a_forked_child_has_the_default_handlers(monkeypatch):
+    monkeypatch.setattr(signals, "requested", 0)  # an earlier run of this process may have been ended
     signals.watch()
     try:
         child = os.fork()
