@@ -89,5 +89,5 @@ def test_each_row_has_an_instance_of_its_own_and_its_tools_and_instances_are_use
 
 
 def test_an_unknown_environment_is_named():
-    with pytest.raises(DataError, match=r"cellar.*no environment so named.*room, hall"):
+    with pytest.raises(DataError, match=r"cellar.*not among the environments.*room, hall"):
         tool_environments.begin(trainer(several=True), [{"environment": "cellar"}], [said("a")])

@@ -20,7 +20,7 @@ def begin(trainer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any
     if factories is not None:
         names = [row.get("environment") if trainer._multi_environment else None for row in rows]
         if unknown := [name for name in names if name not in factories]:
-            reason, cure = "environment_factory has no environment so named", f"Name one of {', '.join(factories)}."
+            reason, cure = "not among the environments of environment_factory", f"Name one of {', '.join(factories)}."
             raise DataError([Problem("column 'environment'", unknown[0], reason, cure)])
         trainer._batch_environments, trainer.environments = names, _instances(trainer, names)
     if trainer.tools:
