@@ -321,10 +321,16 @@ def gone(place):
         time.sleep(0.02)
     left = {int(pid) for pid in place.read_text().split()}
     assert len(left) == 5
-    while left and time.monotonic() < end:
-        left = {pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
+    while any(map(runs, left)) and time.monotonic() < end:
         time.sleep(0.02)
-    return not left
+    return not any(map(runs, left))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize("killed", range(1, 5))  # its warden, the attempt, the fork server, the server's warden
