@@ -200,7 +200,9 @@ def test_a_script_of_ones_own(capfd, model_path, tmp_path, monkeypatch):
         print(PLANTED)
         return [1.0] * len(completions)
 
-    build(model_path, tmp_path, rewards=[fails], max_steps=1).train()
+    trainer = build(model_path, tmp_path, rewards=[fails], max_steps=1)
+    capfd.readouterr()  # bars of the libraries that load a model
+    trainer.train()
     printed = capfd.readouterr()
     assert "A\u241b[2J" in checked(printed.out)
     assert "A\u241b[2J" in checked(printed.err)
