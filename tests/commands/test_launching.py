@@ -94,6 +94,7 @@ def test_fsdp_on_a_cpu_is_refused_once_before_any_process_starts(monkeypatch, ca
     assert "--accelerate_config cpu_ddp" in err
 
 
+@pytest.mark.cases(1)
 def test_an_engine_that_is_not_installed_is_named_by_train_and_by_check(monkeypatch, capsys):
     monkeypatch.setattr(launching, "call", lambda *_: pytest.fail("it was launched"))
     monkeypatch.setattr(launch_keys, "find_spec", lambda _: None)

@@ -87,7 +87,7 @@ def changed(values: dict[str, Any], changes: dict[str, Any], without: list[str])
     return {key: value for key, value in (values | changes).items() if key not in without}
 
 
-@pytest.mark.cases(60)
+@pytest.mark.cases(45)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_reported_with_a_cure_that_works(name):
     mistake = MISTAKES[name]

@@ -204,6 +204,7 @@ TERMS = [
 ]
 
 
+@pytest.mark.cases(25)
 @pytest.mark.parametrize(("name", "settings"), TERMS)
 @float64_throughout()
 def test_every_loss_has_one_gradient(name, settings, one_batch):

@@ -236,6 +236,7 @@ def test_every_reward_that_reads_a_text_is_under_the_law():
     assert {name.partition(" ")[0] for name in READERS} >= set(rewards) - COUNT_TOKENS - set(READ_ELSEWHERE)
 
 
+@pytest.mark.cases(14)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", READERS)
 def test_no_reader_is_worse_than_linear_in_the_length_of_a_text(name, monkeypatch):

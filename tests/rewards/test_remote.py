@@ -390,6 +390,7 @@ def drip(handler):
         time.sleep(0.1)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("answer", [lambda server: server.released.wait(10) and None, lambda server: drip])
 def test_a_server_that_hangs_or_drips_costs_the_timeout(serve, answer):
     server = serve(lambda *_: answer(server))

@@ -238,6 +238,7 @@ def test_json_schema_gives_none_for_a_schema_it_cannot_use(schema):
     assert json_schema(completions=['"text"'], schema=[schema]) == [None]
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)

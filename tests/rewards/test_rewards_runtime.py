@@ -36,7 +36,7 @@ def score(runtime: Runtime, completions=BATCH, **columns) -> dict[str, list]:
 # Faults.
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("fault", "on_error", "value"),
     [(fault, *(("none", None), ("zero", 0.0))[i % 2]) for i, fault in enumerate(faulty.FAULTS) if fault != "loop"],

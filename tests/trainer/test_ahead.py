@@ -137,7 +137,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("plain", "epochs")])
 def test_the_bits_are_those_of_sampling_in_sequence_by_older_weights(case, tmp_path):
     ahead = 1 if case == "several steps a generation" else 2

@@ -130,7 +130,7 @@ class Faulty(GRPOExtTrainer):
         return tuple(made)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "name"), [(deep, "drift by depth"), (later, "drift by turn"), (None, None)])
 def test_a_sampler_that_is_wrong_at_a_place_is_named_with_the_place(wrong, name, tmp_path):
     settings = {"beta": 0.0, "max_steps": 3, "max_completion_length": 160, "per_device_train_batch_size": 4}

@@ -131,7 +131,7 @@ def loss_and_gradient(trainer, inputs: dict, vllm: bool):
     return loss.item(), gradient, {k: list(v) for k, v in trainer._metrics["train"].items()}
 
 
-@pytest.mark.cases(30)
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_gradient_and_metrics_are_stock_trls(name, variant, float64_model, tmp_path):

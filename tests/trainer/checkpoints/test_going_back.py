@@ -211,7 +211,7 @@ def test_a_script_that_goes_back_leaves_nothing_newer_behind(tmp_path):
     assert Path(_start(out, True, HERE)).name == "checkpoint-5"
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(("asked", "stay"), [(None, []), ("checkpoint-4", ["checkpoint-4", "checkpoint-2"])])
 def test_a_script_that_is_killed_while_it_goes_back_finishes_the_move(asked, stay, tmp_path):
