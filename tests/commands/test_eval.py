@@ -86,6 +86,7 @@ def test_a_mistake_is_told_before_a_model_is_loaded(options, words, recipe, caps
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
 def test_models_side_by_side_are_printed_in_one_table(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluating, "call", lambda line, environment: evaluating._main(line[3:]))
     models = [str(tiny.save(tmp_path / name)) for name in ("before", "after")]

@@ -130,6 +130,7 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(probe, "build_trainer", load)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rows")
 def test_a_probe_trains_and_leaves_nothing(recipe, tmp_path, capsys):
     each = ("--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1", "--eval_on_start", "true")

@@ -111,6 +111,7 @@ def test_a_requeued_job_finishes(recipe, tmp_path, monkeypatch, capsys):
     assert len(list((tmp_path / "run").glob("_before-*"))) == 1
 
 
+@pytest.mark.slow
 def test_a_restarted_run_evaluates_again(recipe, tmp_path):
     """Its samples are kept for a killed evaluation of the same run and step, by the same names."""
     sets = {"eval_sets": [{"name": "held", "dataset_name": str(tmp_path / "b.jsonl"), "every": 1, "limit": 4}]}

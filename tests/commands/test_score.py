@@ -187,6 +187,7 @@ def test_the_command(file, capsys):
     assert "--explain=9: no such row. Give 0 to 3." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_logged_completions_of_a_run_are_scored_again(tmp_path, monkeypatch, capsys):
     """A run with log_completions, then the folder of the run, a recipe without model and data, a file of it all."""
     values = {"model_name_or_path": tiny.save(tmp_path / "model"), "dataset_name": "quickstart/addition"}

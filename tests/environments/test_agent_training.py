@@ -135,6 +135,7 @@ def test_the_first_crash_of_a_program_is_shown_once_and_all_are_counted_and_kept
     assert [finding.rule.name for finding in diagnose(made.state.log_history)][:1] == ["agent fails"]
 
 
+@pytest.mark.slow
 def test_a_run_stops_when_every_attempt_has_failed_for_long(tmp_path):
     settings = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 20}
     entry = {"path": f"{agents.__file__}:never"}

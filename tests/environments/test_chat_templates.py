@@ -45,6 +45,7 @@ def read(name, ids, context, think, words):
     return parse_response(chat.reader(name), ids, prefix=context.ids, tools=[chat.TOOL])
 
 
+@pytest.mark.slow
 def test_templates_that_call_are_those_that_trl_says():
     assert [name for name in FORMED if chat.speaks_of_tools(name)] == CALLING
 

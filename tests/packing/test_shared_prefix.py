@@ -588,7 +588,7 @@ def after(model, tmp_path, steps=1, rewards=(tiny.count_a, tiny.length), **setti
     return trainer
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_twenty_steps_end_at_the_same_weights(beta, model_path, tmp_path):
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "beta": beta}

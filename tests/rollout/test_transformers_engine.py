@@ -435,7 +435,7 @@ class Casts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["grouped", "generate"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "adapter"])
 def test_weights_are_cast_once_for_a_generation_to_the_same_bits(engine, kind, tmp_path, monkeypatch):

@@ -147,6 +147,7 @@ def test_the_bits_are_those_of_sampling_in_sequence_by_older_weights(case, tmp_p
         assert len(trainer.collector.beside.asked) > 2 * trainer.state.max_steps, "hardly a group was replaced"
 
 
+@pytest.mark.slow
 def test_older_weights_sample_and_are_forgotten(tmp_path):
     fresh, older = (trained(tmp_path, ahead, in_sequence=True) for ahead in (0, 2))
     assert not torch.equal(trainers.weights(fresh.model), trainers.weights(older.model))
@@ -428,7 +429,7 @@ def test_a_server_gets_new_weights_when_no_window_needs_the_old_ones(case, ahead
     )
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["evaluation in between", "dynamic sampling"])
 def test_rewards_are_never_called_by_two_threads_at_once(case, tmp_path):
     calls, together = threading.Lock(), []

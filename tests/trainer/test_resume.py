@@ -27,6 +27,7 @@ def test_a_reference_that_is_not_in_shards_is_written_once(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoint-8").glob("reference*")] == ["reference.pt"]
 
 
+@pytest.mark.slow
 def test_another_split_continues_with_the_same_prompts(tmp_path, caplog):
     """Half the rows in twice the micro-batches: the open generation is sampled anew, the data goes on where it was."""
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": 8}

@@ -55,6 +55,7 @@ def with_adapter(seed=1):
     return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
 
 
+@pytest.mark.slow
 def test_an_adapter_beside_its_reference_is_restored(tmp_path):
     """Also where the adapter was drawn otherwise when the trainer was made again."""
     whole = build(tmp_path / "whole", with_adapter(), beta=0.1)

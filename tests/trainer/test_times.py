@@ -23,6 +23,7 @@ def steps(trainer):
     return [row for row in trainer.state.log_history if "reward" in row or "loss" in row], elapsed
 
 
+@pytest.mark.slow
 def test_parts_of_a_step_stand_apart_and_add_up_to_no_more_than_the_run(tmp_path):
     """Two steps to a generation, and an evaluation after each, whose rewards are no part of a step."""
     settings = {"steps_per_generation": 2, "eval_strategy": "steps", "evaluated": tiny.prompts(2)}

@@ -78,7 +78,7 @@ GOING_BACK = {
 }
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("where", "plainly"),
