@@ -5,6 +5,8 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
+
 
 def slow(completions, trainer_state, **_):
     Path(os.environ["SLOW_SIGN"]).write_text(str(trainer_state.global_step))
@@ -27,6 +29,7 @@ def hangs_on_the_first_rank(completions, trainer_state, **_):
     sign = Path(f"{os.environ['SLOW_SIGN']}.hung")
     if os.environ["RANK"] == "0" and trainer_state.global_step == 2 and not sign.exists():
         sign.touch()
-        os.kill(os.getppid(), signal.SIGTERM)
+        _warden, trainer, *_ = psutil.Process().parents()
+        trainer.terminate()
         time.sleep(120)
     return [sum(map(ord, str(completion))) % 97 / 97 for completion in completions]
