@@ -10,6 +10,7 @@ import pytest
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.commands.sample import sample
 from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.environments.endpoint.server import Endpoint
 from grpo_ext.environments.library.command import Command
 from grpo_ext.environments.protocol import AgentTask
 from grpo_ext.errors import AttemptsFailed, ConfigError
@@ -149,8 +150,10 @@ def test_a_run_stops_when_every_attempt_has_failed_for_long(tmp_path):
 
 @pytest.mark.slow  # each attempt imports the client
 def test_a_program_is_trained_and_its_key_is_in_no_file(tmp_path, monkeypatch):
-    keys = []
-    monkeypatch.setattr("secrets.token_urlsafe", lambda _: keys.append(f"key-{len(keys)}-of-a-test") or keys[-1])
+    keys, made_of = set(), Endpoint._key
+    monkeypatch.setattr(
+        Endpoint, "_key", lambda self, number: keys.add(made_of(self, number)) or made_of(self, number)
+    )
     (tmp_path / "agent.py").write_text(AGENT)
     entry = {"name": "command", "kwargs": {"run": [sys.executable, str(tmp_path / "agent.py"), "{prompt}"]}}
     made = trained(tmp_path / "run", entry, log_completions=True, num_completions_to_print=0)
