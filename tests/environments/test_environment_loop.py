@@ -1,7 +1,6 @@
 """The loop with real environments in real processes and a scripted policy."""
 
 import os
-import signal
 import socket
 import threading
 import time
@@ -200,7 +199,8 @@ def test_a_fork_server_that_hangs_fails_the_attempts_of_one_generation(hosts, mo
     sound, _ = run(hosts, todo)
     [server] = hosts._servers.values()
     server._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # fewer messages than attempts
-    os.kill(server._child.process.pid, signal.SIGSTOP)
+    [below] = psutil.Process(server._child.process.pid).children()  # that is its warden
+    below.suspend()
     monkeypatch.setattr(fork_server, "LOADING_SECONDS", 1.0)
     lost, _ = run(hosts, tasks(spec("Slow", turn_timeout=2.0), [{"seconds": [0.0]}] * 40))
     failures = [t.failure for t in lost]

@@ -90,7 +90,7 @@ def test_the_weights_do_not_depend_on_sharing_or_the_split(settings, tmp_path):
         ends.append(weights(trainer.model))
         logs = [row for row in trainer.state.log_history if "sampling/mismatch" in row]
         assert all(row["sampling/mismatch"] < 1e-5 for row in logs)
-        assert bool(logs) == (settings.get("rollout_engine") != "generate")
+        assert logs  # of generate's draws too
     assert max((end - ends[0]).abs().max() for end in ends) < 1e-5
     assert (ends[0] - weights(tiny.model())).abs().max() > 1e-3
 
