@@ -189,8 +189,6 @@ def test_the_largest_limit_that_fits_is_named(settings, monkeypatch):
     [
         ({}, "float32"),
         ({"gradient_checkpointing": True}, "float32"),
-        ({"gradient_accumulation_steps": 2}, "float32"),
-        ({"shared_prefix": "false"}, "float32"),
         (memory_estimate.LORA, "float32"),
         (memory_estimate.LORA, "bfloat16"),  # adapters copy their inputs to float32
     ],

@@ -307,14 +307,12 @@ def test_a_stream_without_columns_is_taken_as_it_is(tmp_path, caplog):
     assert "cannot score any row" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "model_by", ["instance", "adapted instance", "name", pytest.param("quickstart", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("model_by", ["instance", "adapted instance", "name"])
 def test_a_cast_head_that_an_adapted_model_ties_is_refused(tmp_path, model_by):
     model, lora = tiny.model(tie_word_embeddings=True), LoraConfig(task_type="CAUSAL_LM")
     if model_by == "name":  # without weights, which are not read
         model.config.save_pretrained(tmp_path / "model")
-    models = {"instance": model, "name": str(tmp_path / "model"), "quickstart": "quickstart"}
+    models = {"instance": model, "name": str(tmp_path / "model")}
     args = GRPOExtConfig(str(tmp_path), **tiny.TRAINING, cast_lm_head_to_fp32=True)
     given = {"peft_config": lora} if model_by in models else {}
     policy = models.get(model_by) or get_peft_model(model, lora)
