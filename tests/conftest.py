@@ -71,6 +71,7 @@ def pytest_pycollect_makeitem(collector, name, obj):
             quick = {round(i * (len(made) - 1) / max(1, kept - 1)) for i in range(kept)}
             for item in (item for i, item in enumerate(made) if i not in quick):
                 item.add_marker("slow")
+                item.add_marker("further")
     return made
 
 
