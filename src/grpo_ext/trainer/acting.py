@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 5
 """Generations in a row in which every attempt may be lost."""
+_SHOWN = 600
+"""Characters of a program's output that are shown."""
 Played = Sequence[tuple[Trajectory, AttemptFigures]]
 """Attempts with what each took."""
 
@@ -169,47 +171,56 @@ class Acting:
             found[:, -1] = torch.tensor([self.paid(trajectory) is None for trajectory in made])
         return found
 
-    def figures(self, played: Played, accelerator: Accelerator) -> dict[str, float]:
-        """Return the figures of all processes' attempts by environment, and warn of failures."""
-        mine = [(t.environment, t.truncated, t.failure, self.paid(t), t.status, vars(took)) for t, took in played]
-        exits = list({t.environment: (t.status, t.output) for t, _ in reversed(played) if t.status}.items())
-        if accelerator.num_processes > 1:
-            mine, exits = gather_object(mine), gather_object(exits)
+    def records(self, played: Played, accelerator: Accelerator) -> list["Record"]:
+        """Return what the figures need of the attempts of all processes; collective."""
+        mine = [
+            Record(
+                made.environment,
+                made.truncated,
+                made.failure,
+                made.lost,
+                self.paid(made),
+                made.status,
+                made.output[-_SHOWN:] if made.status else "",
+                vars(took),
+            )
+            for made, took in played
+        ]
+        return gather_object(mine) if accelerator.num_processes > 1 else mine
+
+    def figures(self, records: Sequence["Record"], *, warns: bool) -> dict[str, float]:
+        """Return the figures of attempts by environment, and warn of failures on the process that `warns`."""
         found: dict[str, float] = {}
         for name, spec in self.specs.items():
-            attempts = [attempt[1:] for attempt in mine if attempt[0] == name]
+            attempts = [record for record in records if record.environment == name]
             if not attempts:
                 continue
-            kinds = Counter(failure.partition(":")[0] for _, failure, *_ in attempts if failure)
+            kinds = Counter(record.failure.partition(":")[0] for record in attempts if record.failure)
             figures = _figures(attempts, kinds)
             found |= {f"environments/{name}/{key}": float(value) for key, value in figures.items()}
-            if not accelerator.is_main_process:
+            if not warns:
                 continue
             if kinds:
-                first = next(failure for _, failure, *_ in attempts if failure)
+                first = next(record.failure for record in attempts if record.failure)
                 counts = ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items()))
                 logger.warning(
                     f"environment {name!r}: {sum(kinds.values())} of {len(attempts)} attempts failed ({counts}), "
                     f"counted as {spec.on_error}. The first: {first[:500]}"
                 )
-            if (shown := dict(reversed(exits)).get(name)) and name not in self._exits_shown:
+            if name not in self._exits_shown and any(record.status for record in attempts):
                 self._exits_shown.add(name)
-                statuses = Counter(status for *_, status, _ in attempts if status)
-                logger.warning(_exits(name, len(attempts), statuses, *shown))
+                logger.warning(_exits(name, attempts))
         return found
 
-    def note_losses(self, played: Played, accelerator: Accelerator) -> None:
-        """Count generations of training in a row of which every attempt was lost; collective.
+    def note_losses(self, records: Sequence["Record"]) -> None:
+        """Count generations of training in a row of which every attempt was lost.
 
         Raises:
             AttemptsFailed: PATIENCE of them, on all processes.
         """
-        lost = [made.failure if made.lost else None for made, _ in played]
-        if accelerator.num_processes > 1:
-            lost = gather_object(lost)
-        self._lost = self._lost + 1 if lost and all(lost) else 0
+        self._lost = self._lost + 1 if records and all(record.lost for record in records) else 0
         if self._lost == PATIENCE:
-            first = str(lost[0]).rstrip(".")
+            first = str(records[0].failure).rstrip(".")
             raise AttemptsFailed(
                 f"every attempt of {PATIENCE} generations in a row has failed, so that nothing was learned. The first "
                 f"of the last one: {first}. Repair it (`grpo-ext try` plays it by hand), and run the same command to "
@@ -221,20 +232,32 @@ class Acting:
         self.hosts.close()
 
 
-def _figures(
-    attempts: Sequence[tuple[bool, str | None, float | None, int | None, dict[str, float]]], kinds: Mapping[str, int]
-) -> dict[str, float]:
-    """Means over the attempts at one environment: whether truncated, failure, reward, exit status, what each took."""
+class Record(NamedTuple):
+    """One attempt, for the figures of all processes."""
+
+    environment: str
+    truncated: bool
+    failure: str | None
+    lost: bool
+    reward: float | None
+    status: int | None
+    output: str
+    """The end of what its program has printed, if it ended with another status than 0."""
+    took: Mapping[str, float]
+
+
+def _figures(attempts: Sequence[Record], kinds: Mapping[str, int]) -> dict[str, float]:
+    """Return means over the attempts at one environment."""
     count = len(attempts)
-    rewards = [reward for _, _, reward, *_ in attempts if reward is not None]
-    statuses = [status for *_, status, _ in attempts if status is not None]
-    took = {key: sum(took[key] for *_, took in attempts) for key in vars(AttemptFigures())}
+    rewards = [record.reward for record in attempts if record.reward is not None]
+    statuses = [record.status for record in attempts if record.status is not None]
+    took = {key: sum(record.took[key] for record in attempts) for key in vars(AttemptFigures())}
     return {
         "turns": took["turns"] / count,
         "tool_calls": took["calls"] / count,
         "tool_failures": took["refused"] / max(1, took["calls"]),
         "seconds": took["seconds"] / count,
-        "truncated": sum(truncated for truncated, *_ in attempts) / count,
+        "truncated": sum(record.truncated for record in attempts) / count,
         "failed": sum(kinds.values()) / count,
         **{f"failed/{kind}": n / count for kind, n in sorted(kinds.items())},
         **({"nonzero_exit": sum(map(bool, statuses)) / len(statuses)} if statuses else {}),
@@ -242,11 +265,13 @@ def _figures(
     }
 
 
-def _exits(name: str, attempts: int, statuses: Mapping[int, int], first: int, output: str) -> str:
+def _exits(name: str, attempts: Sequence[Record]) -> str:
     """Return the line about programs that have ended with another status than 0."""
+    crashed = [record for record in attempts if record.status]
+    statuses = Counter(record.status or 0 for record in crashed)
     counts = ", ".join(f"{count} with {status}" for status, count in sorted(statuses.items()))
     return (
-        f"environment {name!r}: of {attempts} programs {sum(statuses.values())} ended with another status than 0 "
-        f"({counts}); shown once, counted in environments/{name}/nonzero_exit. The first, with {first}, printed: "
-        f"{' '.join(output[-600:].split()) or 'nothing'}"
+        f"environment {name!r}: of {len(attempts)} programs {len(crashed)} ended with another status than 0 "
+        f"({counts}); shown once, counted in environments/{name}/nonzero_exit. The first, with {crashed[0].status}, "
+        f"printed: {' '.join(crashed[0].output.split()) or 'nothing'}"
     )

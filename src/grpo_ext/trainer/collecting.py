@@ -222,10 +222,12 @@ class Collector:
         ready = self._current.ready
         played = self._played(self.acting, self._current) if ready is None else ready.played
         metrics = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
-        for name, value in self.acting.figures(played, self.trainer.accelerator).items():
+        accelerator = self.trainer.accelerator
+        records = self.acting.records(played, accelerator)
+        for name, value in self.acting.figures(records, warns=accelerator.is_main_process).items():
             metrics[name].append(value)
         if self.trainer.model.training:
-            self.acting.note_losses(played, self.trainer.accelerator)
+            self.acting.note_losses(records)
         return {"trajectories": [trajectory for trajectory, _ in played]}
 
     def _played(self, acting: Acting, collected: Collected) -> Played:

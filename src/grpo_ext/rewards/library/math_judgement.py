@@ -12,7 +12,7 @@ from grpo_ext.rewards.library.math_copies import copied, question_of
 from grpo_ext.rewards.library.math_equality import MathValue, OutOfTime, equal, readable, same_formula
 from grpo_ext.rewards.library.math_marks import Found, answer_of, answer_part, find
 from grpo_ext.rewards.library.math_notation import in_point_notation, tidy
-from grpo_ext.rewards.library.math_values import is_formula, read, said, stated
+from grpo_ext.rewards.library.math_values import after_phrase, is_formula, read, stated
 from grpo_ext.rewards.text import Completion
 
 OUT_OF_TIME = "[time limit]"
@@ -118,7 +118,7 @@ def _read(found: Found, question: str, decimal_comma: bool) -> MathValue | None:
         return None
     if not found.marked:
         return stated(contents[0], question)
-    one = said if found.sentence else read
+    one = after_phrase if found.sentence else read
     values = [one(content, question) for content in contents]
     first = values[0] if values else None
     if first and all(value and (value == first or _alike(first, value)) for value in values[1:]):

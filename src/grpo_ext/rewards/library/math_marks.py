@@ -50,7 +50,7 @@ def _one_of(words: list[str]) -> str:
     return "|".join(word if "\u0e00" <= word[0] <= "\uffff" else rf"(?<!\w)(?:{word})(?!\w)" for word in words)
 
 
-_SAID = re.compile(
+_PHRASE = re.compile(
     rf"(?:{_one_of(_WORDS)})(?:(?P<gap>[^\d\n:：=—.。,，;]{{0,40}}?)(?:(?P<is>{_one_of(_COPULAS)})\s*[:：]?|=>|[:：=—–→]|\s-\s|->)"
     r"|[\s*_]*(?=[\"'“(]*(?:[-\d\\$(]|[^\W\d_](?=\W*(?:\n|\Z)|[).:,]|['’]))))",
     re.IGNORECASE,
@@ -229,18 +229,18 @@ def answer_of(value: Any) -> str | None:
 def _said(text: str) -> Found | None:
     """Return what the sentences after "answer is" hold, "" for a denied one, in any language of the table."""
     contents, text = [], text[-_TAIL:]
-    for said in list(_SAID.finditer(text))[-_MOST_MARKS:]:
-        lead = _CLAUSE.split(_SENTENCE.split(text[max(0, said.start() - _LONGEST) : said.start()])[-1])[-1]
-        content = text[said.end() : said.end() + 2 * _LONGEST]
+    for match in list(_PHRASE.finditer(text))[-_MOST_MARKS:]:
+        lead = _CLAUSE.split(_SENTENCE.split(text[max(0, match.start() - _LONGEST) : match.start()])[-1])[-1]
+        content = text[match.end() : match.end() + 2 * _LONGEST]
         content = _OPENED.sub("", content)
-        denied = DENIAL.search(said["gap"] or "") or DENIAL.search(lead)
-        led = _LEAD if said[0][:3].lower() == "ans" else _FOREIGN_LEAD
+        denied = DENIAL.search(match["gap"] or "") or DENIAL.search(lead)
+        led = _LEAD if match[0][:3].lower() == "ans" else _FOREIGN_LEAD
         plain = led.fullmatch(lead.strip(' *_#>-"“('))
-        if not (plain or denied or said["is"]):
+        if not (plain or denied or match["is"]):
             continue  # "They answer 12 questions", "to express the answer as a percentage:"
         display = _DISPLAY.match(content)
         sentence = display[1].strip() if display else _CLOSED.sub("", _SENTENCE.split(content)[0].strip())
-        inner = _SAID.search(sentence)  # "Final answer: The answer is 12."
+        inner = _PHRASE.search(sentence)  # "Final answer: The answer is 12."
         if inner is None or re.search(r"[\d.,;!?]", sentence[: inner.start()]):
             contents.append(sentence if plain and not denied and not inner else "")
     return Found(tuple(dict.fromkeys(contents)), sentence=True) if contents else None

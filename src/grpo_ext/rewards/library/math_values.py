@@ -100,7 +100,7 @@ def is_formula(text: str) -> bool:
     )
 
 
-def said(text: str, question: str = "") -> MathValue | None:
+def after_phrase(text: str, question: str = "") -> MathValue | None:
     """Return the value of what follows "answer is": all of it, or what it ends with if it does not begin with one."""
     value = read(text, question)
     return value if value or re.match(r"[^A-Za-z]*\d", text) else stated(text, question)
@@ -114,10 +114,10 @@ def stated(text: str, question: str = "") -> MathValue | None:
     sentence = _SENTENCES.split(text[-LONGEST:])[-1]
     if DENIAL.search(sentence) or re.search(r"\bor\b", sentence):
         return None
-    said = _STATED.match(sentence) or _RELATION.match(sentence)
-    if said and _VALUE_BEFORE.search(sentence[: said.end()]):
+    match = _STATED.match(sentence) or _RELATION.match(sentence)
+    if match and _VALUE_BEFORE.search(sentence[: match.end()]):
         return None  # "The total is 65, the rest is 64."
-    if said and (value := read(sentence[said.end() :], question)) and not value.word:
+    if match and (value := read(sentence[match.end() :], question)) and not value.word:
         return value
     if not EQUALS.search(cleaned := clean(sentence)):
         return None

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ext.trainer.diagnosis import evidence, nothing, sampler
+from grpo_ext.trainer.diagnosis import evidence, no_learning, sampler
 from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS
 
 
@@ -107,7 +107,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "agent fails",
-        nothing.agent_fails,
+        no_learning.agent_fails,
         ("environments/NAME/nonzero_exit", "advantages/zero_variance_groups"),
         "`environments/NAME/nonzero_exit` and `advantages/zero_variance_groups` are 1 in every log",
         "every attempt's program has ended with another status than 0: it crashes, or has never succeeded",
@@ -135,7 +135,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "all masked",
-        nothing.all_masked,
+        no_learning.all_masked,
         ("completions/skipped",),
         "`completions/skipped` is 1, log after log",
         "every completion is masked out of the loss, so that nothing is learned",
@@ -144,7 +144,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "no weight moves",
-        nothing.no_weight_moves,
+        no_learning.no_weight_moves,
         ("weights/change", "grad_norm"),
         "`weights/change` is 0 in every log, although `grad_norm` is not",
         "optimizer steps change no weight, so that nothing is learned",
@@ -188,7 +188,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "policy collapsed",
-        nothing.collapsed,
+        no_learning.collapsed,
         ("reward", "groups/distinct"),
         "`entropy` is 0, or all completions of a prompt are one text, and `reward` is below the first log's",
         "a step has destroyed the policy, which now writes one completion for each prompt and cannot learn another",
@@ -319,7 +319,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "no signal",
-        nothing.no_signal,
+        no_learning.no_signal,
         ("advantages/zero_variance_groups",),
         "`advantages/zero_variance_groups` is 1 in every log",
         "all completions of a prompt get the same reward, so that no advantage and no gradient is left",
