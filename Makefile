@@ -30,7 +30,7 @@ QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
 DEVICE ?= cuda
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest test-newest lint mutations tables docs bench bench-census bench-gpu bench-real bench-curves bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-agents bench-game bench-claims bench-colours bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest test-newest lint mutations tables docs bench bench-census bench-gpu bench-real bench-curves bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-agents bench-game bench-claims bench-colours bench-faults bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with all development tools, at the pinned versions"
@@ -66,7 +66,6 @@ help:
 	@echo "make bench-sampler compare corrections of the sampler, and rewrite the tables of docs/vllm.md and benchmarks/sampler.md"
 	@echo "make bench-faults  plant faults in real runs, see what grpo-ext diagnose names, and rewrite docs/troubleshooting.md's table"
 	@echo "make bench-trl CLONE=FOLDER  run TRL's own GRPO tests, from the clone of TRL in FOLDER, on grpo-ext and on stock TRL"
-	@echo "make bench-migrate CLONES=FOLDER  migrate all GRPO files of the clones in FOLDER, and rewrite docs/migrating.md's table"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
 
 # install.py says what each stage holds, and why: demo and test need no compiler.
@@ -236,10 +235,6 @@ bench-claims: install
 bench-trl: install
 	@echo "bench-trl: TRL's own tests of GRPO, on stock TRL and on grpo-ext; half an hour"
 	$(BIN)/python benchmarks/trl_suite.py "$(CLONE)"
-
-bench-migrate: install
-	$(QUIET_ENV) $(BIN)/python benchmarks/migrate.py "$(CLONES)" --write
-	$(BIN)/python docs/tables.py
 
 bench-sampler: install-vllm
 	@echo "bench-sampler: bias, gradient by length, and training with rounded weights; a quarter of an hour"

@@ -31,8 +31,6 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.objective.objective import resolve
 from grpo_ext.objective.ratios import ratios
 from grpo_ext.objective.surrogates import surrogates
-from grpo_ext.recipe.foreign.engine import own_default
-from grpo_ext.recipe.foreign.trl import TRL
 from grpo_ext.recipe.parts import MODEL, OURS, REWARDS_AND_DATA, TRLS, subjects
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
@@ -257,28 +255,6 @@ def resumable_table() -> str:
     return table(
         ("changed", "what happens"), [(", ".join(map(code, sorted(keys))), kind) for kind, keys in kinds.items()]
     )
-
-
-def trl_defaults() -> str:
-    """Return TRL's defaults by version, beside ours."""
-    rows = []
-    for key, values in TRL.defaults.items():
-        shown = ", ".join(f"{code(str(value))} since {since}" for since, value in values.items())
-        ours = own_default(key)
-        rows.append((code(key), shown, code("as loss_type says" if ours is None and key in _AXES else str(ours))))
-    return table(("key", TRL.title, "here, with `loss_defaults: trl` and no value"), rows)
-
-
-_AXES = ("use_bias_correction_kl", "epsilon", "loss_aggregation")
-
-
-def migrated_table() -> str:
-    """Return what `benchmarks/migrate.py` found: files and keys, by project and date."""
-    found = json.loads((RESULTS / "migrate.json").read_text())
-    names = ("date", "files", "exchange", "refused", "recipe", "check passes", "decisions open")
-    names += ("keys", "converted", "left out", "asked")
-    rows = [(row["repository"], *(str(row[name]) for name in names)) for row in found["projects"]]
-    return table(("repository", *names), rows)
 
 
 def fault_table() -> str:
@@ -594,11 +570,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "token_limits": token_limits_table,
     "gpu": gpu_table,
     "census": census_table,
-    "migrated": migrated_table,
     "stale": stale_table,
     "overlap": overlap_table,
     "lag": lag_table,
-    "defaults_of_trl": trl_defaults,
 }
 
 

@@ -19,7 +19,6 @@ from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes, recipes_folder
 from grpo_ext.recipe.parsing import all_keys, load_recipe
 from grpo_ext.rewards.protocol import rewards
-from support.commands import command
 from support.extras import need
 
 ROOT = Path(__file__).parent.parent
@@ -89,15 +88,6 @@ def test_recipes_are_sound(text, tmp_path, monkeypatch):
     recipe = load_recipe(["--config", "shown.yaml", "--use_cpu", "true", "--bf16", "false"])
     assert recipe.rewards or recipe.environments
     assert recipe.training.objective.row.paper
-
-
-def test_the_pages_configuration_becomes_its_recipe(tmp_path):
-    text = (ROOT / "docs" / "migrating.md").read_text()
-    (tmp_path / "config_demo.yaml").write_text(re.search(r"^```yaml elsewhere\n(.*?)^```", text, re.M | re.S)[1])
-    assert command("migrate", tmp_path / "config_demo.yaml", "--output", tmp_path / "recipe.yaml") == 0
-    written = (tmp_path / "recipe.yaml").read_text().splitlines()
-    shown = re.search(r"^```yaml\n(.*?)^```", text, re.M | re.S)[1].splitlines()
-    assert [line for line in shown if line not in written] == []
 
 
 # Commands.

@@ -25,7 +25,6 @@ OWN = {
     "rewards/code/sandbox.py": "descriptors",
     "rewards/code/sandbox_job.py": "descriptors",
     "rollout/process/memory_file.py": "memory",
-    "commands/migrate.py": "-o is the user's word",
 }
 """Modules that open files to write by themselves, and why they may."""
 

@@ -111,7 +111,7 @@ WORDS = {
     "--reward_weights 1 -5e-1": "reward_weights=[1.0, -0.5]: 2 weights for 3 rewards",
     "--beta -2e-3": "beta=-0.002: must be 0 or more",
     "--beta=-.5": "beta=-0.5: must be 0 or more",
-    "--warmup_ratio 0.1": "An older TRL had this key. Write warmup_steps here.",
+    "--warmup_ratio 0.1": "It is warmup_steps here. Write warmup_steps.",
     "--dataset_name quickstart": "dataset_name='quickstart': names no task. Write quickstart/addition.",
     "--dataset_name reasoning-gym/chain_sum": "names no task. Write reasoning_gym/chain_sum.",
     "--tempratur null": "tempratur: no such key. Did you mean 'temperature'",

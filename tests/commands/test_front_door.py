@@ -52,6 +52,7 @@ def test_help_lists_all_commands_in_groups(said):
 def test_a_wrong_command_suggests_the_right_one(said):
     code, out, err = said("chek", "--config", "x")
     assert (code, out, err) == (2, "", "grpo-ext: no command 'chek'. Did you mean 'check'?\n")
+    assert "docs/migrating.md" in said("migrate", "config.yaml")[2]
 
 
 def test_help_all_lists_each_key_once(said):

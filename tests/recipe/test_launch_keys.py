@@ -157,7 +157,7 @@ def test_the_server_of_several_processes_is_started_by_one(recipe, monkeypatch, 
 
 
 def test_a_plan_for_a_server_needs_no_hub(recipe, capsys):
-    """As `migrate` writes it of an Open-R1 configuration; neither the server nor the hub can be reached."""
+    """Neither of the two can be reached."""
     keys = {"model_name_or_path": "owner/model", "use_vllm": True, "vllm_mode": "server", "vllm_server_port": 1}
     assert command("check", *recipe(**keys), "--num_processes", "2") == 0
     assert "vLLM server: " in capsys.readouterr().out

@@ -60,7 +60,6 @@ class Command:
 COMMANDS = {
     "demo": Command(START, "train a tiny model on this machine and report what it learned", keys=True),
     "new": Command(START, "create a project with a recipe, data, a reward and its test"),
-    "migrate": Command(START, "turn a configuration of TRL or Open-R1 into a recipe"),
     "check": Command(TRAIN, "list all mistakes in a recipe, or its plan", keys=True),
     "train": Command(TRAIN, "train a recipe", keys=True, further=EXAMPLES),
     "serve": Command(
@@ -79,6 +78,8 @@ COMMANDS = {
     "env": Command(REFERENCE, "show versions and hardware, for a bug report"),
 }
 
+REMOVED = {"migrate": "It is gone: docs/migrating.md has our key for each key of another project."}
+"""Commands of earlier versions of grpo-ext, with what replaces them."""
 OPTIONS: dict[str, tuple[Option, ...]] = {
     "demo": (
         Option("--output_dir", metavar="DIR", type=Path, default=Path("outputs/demo"), help="folder of the run"),
@@ -89,11 +90,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("name", nargs="?", metavar="NAME", help="print this recipe: grpo-ext recipes NAME > mine.yaml"),
     ),
     "new": (Option("folder", metavar="DIR", type=Path, help="a folder that is new or empty"),),
-    "migrate": (
-        Option("file", metavar="FILE", type=Path, help="YAML file, shell script or command line"),
-        Option("--output", metavar="FILE", help="where to write the recipe (default: the terminal)"),
-        Option("--version", metavar="N", default="", help="version of the other project"),
-    ),
     "check": (
         *LAUNCH,
         Option("--probe", action="store_true", help="also train some steps and show what they take; nothing is saved"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from grpo_ext import __version__
 from grpo_ext.caches import use_writable_caches
-from grpo_ext.commands.arguments import COMMANDS, overview, parse_command_line
+from grpo_ext.commands.arguments import COMMANDS, REMOVED, overview, parse_command_line
 from grpo_ext.errors import (
     NOT_FINISHED,
     ConfigError,
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"grpo-ext {__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"grpo-ext: no command {name!r}. {did_you_mean(name, COMMANDS)}", file=sys.stderr)
+        print(f"grpo-ext: no command {name!r}. {REMOVED.get(name) or did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     options = parse_command_line(argv)
     try:

@@ -22,7 +22,6 @@ from grpo_ext.config.spec import holds
 from grpo_ext.data.config import DataConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import read_list
-from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.parts import PARTS, RecipeArguments, all_keys
 from grpo_ext.registry import did_you_mean, located
 
@@ -140,8 +139,11 @@ _USUAL = {
     "advantage_type": "advantage_estimator",
     **dict.fromkeys(("per_gpu_train_batch_size", "micro_batch_size"), "per_device_train_batch_size"),
     **{"base_model": "model_name_or_path", "lora_rank": "lora_r", "num_epochs": "num_train_epochs"},
+    **{"torch_dtype": "dtype", "evaluation_strategy": "eval_strategy", "warmup_ratio": "warmup_steps"},
+    **{"dataset_prompt_column": "prompt_column", "dataset_solution_column": "answer_column"},
 }
-"""Names that are common elsewhere; `foreign` has those of Open-R1 and of older TRL."""
+"""Names that are common elsewhere, or were in an older TRL; docs/migrating.md has more."""
+_ALL_KEYS = "`grpo-ext train --help-all` lists all keys, docs/migrating.md those of other projects. Remove it."
 
 
 def key_problems(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[Problem]:
@@ -172,10 +174,8 @@ def _unknown(key: str, value: object, known: Sequence[str]) -> tuple[str, str]:
     if isinstance(value, Mapping) and set(value) & set(known):
         inside = ", ".join(map(str, value))
         return reason, f"A recipe is flat: write {inside} without {key} above."
-    if (found := recognise.answer(key)) is not None:
-        return reason, found
     hint = did_you_mean(key, known)
-    return reason, hint if hint.startswith("Did") else "`grpo-ext train --help-all` lists all keys. Remove it."
+    return reason, hint if hint.startswith("Did") else _ALL_KEYS
 
 
 def flags(args: Sequence[str]) -> list[str]:

@@ -17,7 +17,6 @@ from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.checks import part_problems, recipe_warnings, unrewarded
 from grpo_ext.recipe.files import LISTED, find_recipe, read_yaml, split_config, unset
-from grpo_ext.recipe.foreign import recognise
 from grpo_ext.recipe.launching import take_env, take_launch
 from grpo_ext.recipe.lora import ignored
 from grpo_ext.recipe.parser import Parts, flags, key_problems, parse_parts
@@ -74,14 +73,12 @@ def load_recipe(
 
 
 def _read(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
-    """Return the values, command line and folder of a recipe; refuse the configuration of another project."""
+    """Return the values, command line and folder of a recipe."""
     name, args = split_config(argv)
     if name is None:
         return {}, unset({}, args, all_keys()), None
     file = find_recipe(name)
     values = read_yaml(file)
-    if foreign := recognise.foreign_file(values, name, frozenset(all_keys())):
-        raise ConfigError([foreign])
     return values, unset(values, args, all_keys()), file.resolve().parent
 
 
