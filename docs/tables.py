@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import json
 import re
-import statistics
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -357,18 +356,6 @@ def _peak(row: dict[str, float], kind: str) -> tuple[str, str]:
     return f"{row[f'{kind}measured']} MiB", f"{row[f'{kind}ratio']:.2f}"
 
 
-def probes_table() -> str:
-    """Return a table of what `check --probe` foretold of a step and what a step took."""
-    rows = json.loads((RESULTS / "probe.json").read_text())["rows"]
-    found = []
-    for name, runs in rows.items():
-        foretold, measured = (statistics.median(runs[kind]) for kind in ("foretold", "measured"))
-        ratios = [expected / took for expected, took in zip(runs["foretold"], runs["measured"], strict=True)]
-        spread = f"{foretold / measured:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        found.append((name, str(len(ratios)), f"{foretold:.2f} s", f"{measured:.2f} s", spread))
-    return table(("recipe", "runs", "predicted step", "measured step", "predicted / measured"), found)
-
-
 def agents_table() -> str:
     """Return a table of agents that were trained as they are."""
     lines = (RESULTS / "real_agents.jsonl").read_text().splitlines()
@@ -565,7 +552,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampler_precision": sampler_precision_table,
     "sampler_training": sampler_training_table,
     "memory_estimates": memory_estimates_table,
-    "probes": probes_table,
     "agents": agents_table,
     "token_limits": token_limits_table,
     "gpu": gpu_table,

@@ -112,6 +112,7 @@ WORDS = {
     "--beta -2e-3": "beta=-0.002: must be 0 or more",
     "--beta=-.5": "beta=-0.5: must be 0 or more",
     "--warmup_ratio 0.1": "It is warmup_steps here. Write warmup_steps.",
+    "--probe": "probe: it is gone: a run logs the seconds of a step's parts. Train --max_steps 4",
     "--dataset_name quickstart": "dataset_name='quickstart': names no task. Write quickstart/addition.",
     "--dataset_name reasoning-gym/chain_sum": "names no task. Write reasoning_gym/chain_sum.",
     "--tempratur null": "tempratur: no such key. Did you mean 'temperature'",

@@ -507,16 +507,6 @@ def test_check_prints_the_plan(capsys):
     assert "accuracy x 1, format x 0.5, tags x 0.5" in out
 
 
-def test_check_forecasts_overlap_from_the_run_in_output_dir(tmp_path, capsys):
-    argv = "check", "--config", "quickstart/grpo", "--output_dir", str(tmp_path)
-    assert run(*argv) == 0
-    assert "not known before a run" in words(capsys.readouterr().out)
-    times = {"step": 1, "time/rollout": 3.0, "time/rewards": 0.2, "time/training": 3.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(times) + "\n")
-    assert run(*argv) == 0
-    assert "1.9 times faster, if the sampler has free cores" in words(capsys.readouterr().out)
-
-
 def test_check_plans_for_another_number_of_processes(capsys):
     assert run("check", "--config", "quickstart/grpo", "--num_processes", "2") == 0
     assert "128 completions = 16 prompts x 8" in words(capsys.readouterr().out)

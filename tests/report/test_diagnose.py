@@ -72,17 +72,6 @@ def test_json_output(tmp_path, capsys):
     assert all(f["evidence"] and f["is"] and f["cure"] for f in answer["findings"])
 
 
-def test_rollouts_and_training_are_compared_where_times_were_logged(tmp_path, capsys):
-    times = {"time/rollout": lambda n: 3.0, "time/rewards": lambda n: 0.2, "time/training": lambda n: 3.0}
-    folder = run_folder(tmp_path / "run", log=history(times), use_vllm=True, vllm_mode="server")
-    faster = "about 3.2 s, 1.9 times faster."
-    assert faster in " ".join(asked(folder, capsys=capsys)[1].split())
-    assert json.loads(asked(folder, "--json", capsys=capsys)[1])["overlap"].endswith(faster)
-    assert faster in write_report([folder], tmp_path / "report.html").read_text()
-    untimed = run_folder(tmp_path / "untimed", log=history())
-    assert json.loads(asked(untimed, "--json", capsys=capsys)[1])["overlap"] is None
-
-
 def test_rules_without_their_metrics_are_listed(tmp_path, capsys):
     code, out, _ = asked(run_folder(tmp_path / "run", steps=9), capsys=capsys)
     assert code == 0

@@ -90,10 +90,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("name", nargs="?", metavar="NAME", help="print this recipe: grpo-ext recipes NAME > mine.yaml"),
     ),
     "new": (Option("folder", metavar="DIR", type=Path, help="a folder that is new or empty"),),
-    "check": (
-        *LAUNCH,
-        Option("--probe", action="store_true", help="also train some steps and show what they take; nothing is saved"),
-    ),
+    "check": LAUNCH,
     "train": (*LAUNCH, Option("--help-all", action="store_true", help="list all keys of a recipe, by subject")),
     "serve": (
         CONFIG,

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 import datasets
 from datasets import Dataset
@@ -28,10 +27,8 @@ from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.registry import imported
-from grpo_ext.report.reading import read_runs
 from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts, unsuited
 from grpo_ext.tables import Table, show
-from grpo_ext.trainer.diagnosis.overlap import advice
 
 Section = list[tuple[str, str]]
 NO_LAUNCH = Launch()
@@ -44,12 +41,7 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: the recipe has mistakes.
     """
     launch = wanted_launch(options) or NO_LAUNCH
-    if options.probe:
-        from grpo_ext.commands import probe  # with the trainer, which no other check needs
-
-        probe.check_possible(launch)
-    planned = planned_processes(launch.planned, here=options.num_processes is None)
-    with nullcontext() if options.probe else planned:
+    with planned_processes(launch.planned, here=options.num_processes is None):
         datasets.disable_progress_bars()
         look, before = Look(), len(imported)
         try:
@@ -62,10 +54,6 @@ def run(options: argparse.Namespace) -> int:
         if not is_for_another(recipe.training) and (absent := [*missing_engine(launch)]):
             raise ConfigError(absent)
         print_sections(plan(recipe, look, launch))
-        if options.probe:
-            probe.check_possible(launch, recipe)
-            known = {} if look.policy.unknown else of_recipe(recipe, look.policy, look.longest_prompt)
-            print_sections({"Probe": probe.probe(recipe, sum(known.values()) if known else None)})
         return _check_server(recipe)
 
 
@@ -94,7 +82,6 @@ def plan(recipe: Recipe, look: Look, launch: Launch = NO_LAUNCH) -> dict[str, Se
             ("formats", precision(recipe.training, weights)),
             *expected_differences(recipe.training, weights),
         ],
-        "Rollouts beside training": [("", _overlap(recipe))],
         "Warnings": [("", str(warning)) for warning in lines],
         "Not on this machine": [("", str(line)) for line in (*lacks(recipe.training, recipe.model), *absent)],
     }
@@ -178,19 +165,6 @@ def _memory(recipe: Recipe, look: Look, engine: Engine) -> Section:
     fit = fitting(recipe, policy, look.longest_prompt, engine)
     found = too_large(recipe, parts, fit), too_many(recipe, size)
     return [*rows, *(("Warning", str(problem)) for problem in found if problem is not None)]
-
-
-def _overlap(recipe: Recipe) -> str:
-    """Return what overlap would bring by the times of the run in output_dir, or how to measure it."""
-    try:
-        (earlier,) = read_runs([str(recipe.training.output_dir)])
-    except ConfigError:
-        earlier = None
-    known = earlier and advice(earlier.log, vars(recipe.training))
-    return known or (
-        "not known before a run: it pays where time/rollout + time/rewards and time/training of a step are both large "
-        "(metrics.jsonl; `grpo-ext diagnose RUN` compares them), and sampler and policy have devices of their own"
-    )
 
 
 def _check_server(recipe: Recipe) -> int:

@@ -45,7 +45,7 @@ def _plain(run: RunFolder, checked: _Metrics, unchecked: _Metrics) -> dict[str, 
     ]
     rules = {"looked_at": checked, "unseen": unchecked}
     seen = {"run": str(run.folder), "logs": len(run.training_log), "findings": findings}
-    return {**seen, **rules, "overlap": run.overlap}
+    return {**seen, **rules}
 
 
 def _lines(run: RunFolder, checked: _Metrics, unchecked: _Metrics) -> Iterator[str]:
@@ -62,8 +62,6 @@ def _lines(run: RunFolder, checked: _Metrics, unchecked: _Metrics) -> Iterator[s
     if unchecked:
         yield "Not checked, because these metrics were not logged:"
         yield from _metrics(unchecked)
-    if run.overlap is not None:
-        yield from textwrap.wrap(f"Rollouts beside training: {run.overlap}", 110, subsequent_indent="  ")
 
 
 def _metrics(rules: _Metrics) -> Iterator[str]:

@@ -37,6 +37,7 @@ REMOVED = {
     ),
     "router_replay": ("it is gone: no engine's routes can be read yet", "Remove it."),
     "replay_batches": ("it is gone: a run trains on what it samples", "Remove it."),
+    "probe": ("it is gone: a run logs the seconds of a step's parts", "Train --max_steps 4; read metrics.jsonl."),
 }
 """Settings of earlier versions of grpo-ext, with reason and cure."""
 

@@ -143,8 +143,7 @@ def _answer(run: RunFolder) -> dict[str, str]:
     changes = [*answer.held_out(run), *filter(None, [answer.in_training(run)])]
     found = {change.name: f"{change.before} \u2192 {change.after}" for change in changes}
     problems = [f"{finding.rule.name} (step {finding.step})" for finding in run.findings]
-    overlap = {} if run.overlap is None else {"rollouts beside training": run.overlap}
-    return found | {"warnings of the diagnosis": ", ".join(problems) or "none"} | answer.spent(run) | overlap
+    return found | {"warnings of the diagnosis": ", ".join(problems) or "none"} | answer.spent(run)
 
 
 def _findings(runs: Sequence[RunFolder]) -> Iterator[list[str]]:

@@ -14,7 +14,6 @@ from grpo_ext.evaluation.results import EVALUATION
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, METRICS_FILE
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
-from grpo_ext.trainer.diagnosis.overlap import advice
 from grpo_ext.trainer.diagnosis.rules import Finding, diagnose
 
 MAX_RUNS = 24
@@ -66,11 +65,6 @@ class RunFolder:
     def findings(self) -> list[Finding]:
         """Findings of the diagnosis over the whole log."""
         return diagnose(self.training_log)
-
-    @property
-    def overlap(self) -> str | None:
-        """Return the gain of sampling beside training, real or forecast; None if no times were logged."""
-        return advice(self.log, self.record)
 
     @property
     def training_log(self) -> list[dict[str, Any]]:
