@@ -30,7 +30,7 @@ QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
 DEVICE ?= cuda
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest test-newest lint mutations tables docs bench bench-census bench-gpu bench-real bench-curves bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-agents bench-game bench-claims bench-colours bench-faults bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest test-newest lint mutations tables docs bench bench-gpu bench-real bench-curves bench-losses bench-overlap bench-splits bench-sampler bench-environments bench-agents bench-claims bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with all development tools, at the pinned versions"
@@ -46,25 +46,17 @@ help:
 	@echo "make lint          ruff (rules and format), mypy, and the arrows between the wings (import-linter)"
 	@echo "make tables        rewrite the generated tables of README.md and docs/"
 	@echo "make docs          build the documentation as a site, $(SITE)/index.html, in $(DOCS); a warning is an error"
-	@echo "make bench         time steps side by side with stock TRL, and rewrite docs/launching.md's table of them"
+	@echo "make bench         time steps with every feature off beside stock TRL, and read the answers of math-verify's cases"
 	@echo "make bench-gpu     check and time everything on this machine's GPU, beside stock TRL, and rewrite docs/launching.md's table; 10 minutes"
 	@echo "make bench-real MODEL=FOLDER DATA=FOLDER BEFORE=FOLDER  time steps of a real model on GSM8K beside stock TRL (DEVICE=cuda, ARGS='--lora')"
 	@echo "make bench-curves MODEL=FOLDER DATA=FOLDER  train a real model on GSM8K by the recipes for a laptop: curves, accuracy before and after"
-	@echo "make bench-census  count the architectures that share prompts, by the tables of their test, for docs/differences.md"
-	@echo "make bench-grid    time a step over a grid of sizes, beside a plain forward and without shared prompts"
-	@echo "make bench-vllm    time a step with vLLM in the training process beside transformers"
 	@echo "make bench-losses  train the quickstart task with six losses and write benchmarks/losses.md"
-	@echo "make bench-overlap time steps in turn beside those that overlap with rollouts, and rewrite docs/overlap.md's tables; 12 minutes"
-	@echo "make bench-lag     train the quickstart task on completions of older weights and write benchmarks/lag.md"
-	@echo "make bench-trajectories  time a step of conversations of ten turns, and check that rows of a trajectory have one gradient"
-	@echo "make bench-environments  time environments that take their time beside stock TRL, and let a thousand of them fail"
-	@echo "make bench-game    train the quickstart that plays a game, as an environment and as an agent, and write benchmarks/game.md"
+	@echo "make bench-overlap time steps in turn beside those that overlap with rollouts, and rewrite docs/overlap.md's table; 12 minutes"
+	@echo "make bench-environments  let a thousand attempts at environments and agents fail, and see what that costs the others"
 	@echo "make bench-agents AGENTS=FOLDER  train agents of others that are installed in FOLDER, and rewrite docs/agents.md's table"
-	@echo "make bench-colours train the quickstart that sees pictures and write benchmarks/colours.md"
 	@echo "make bench-claims  check claims of papers, all or ONLY='length maxrl', and write benchmarks/claims.md; hours, may be stopped and resumed"
 	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite benchmarks/splits.md's table"
 	@echo "make bench-sampler compare corrections of the sampler, and rewrite the tables of docs/vllm.md and benchmarks/sampler.md"
-	@echo "make bench-faults  plant faults in real runs, see what grpo-ext diagnose names, and rewrite docs/troubleshooting.md's table"
 	@echo "make bench-trl CLONE=FOLDER  run TRL's own GRPO tests, from the clone of TRL in FOLDER, on grpo-ext and on stock TRL"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
 
@@ -154,14 +146,7 @@ mutations: install
 bench: install
 	@echo "bench: an optimizer step of grpo-ext and of stock TRL, side by side"
 	$(QUIET_ENV) $(BIN)/python benchmarks/step_overhead.py --pairs 100
-	$(QUIET_ENV) $(BIN)/python benchmarks/guard_overhead.py
-	$(QUIET_ENV) $(BIN)/python benchmarks/diagnosis_overhead.py
-	$(QUIET_ENV) $(BIN)/python benchmarks/whole_step.py
-	$(QUIET_ENV) $(BIN)/python benchmarks/reward_isolation.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/answers.py
-	$(QUIET_ENV) $(BIN)/python benchmarks/token_limits.py
-	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts steps memory --pairs 3
-	$(BIN)/python docs/tables.py
 
 bench-gpu: install
 	@echo "bench-gpu: correctness, then speed and memory, on $(DEVICE); DEVICE=cpu is a small form of it"
@@ -177,55 +162,24 @@ bench-curves: install
 	@echo "bench-curves: the recipes for a laptop, trained to the end from MODEL on DATA; hours, may be stopped and resumed"
 	$(BIN)/python benchmarks/real_curves.py --model "$(MODEL)" --data "$(DATA)"
 
-bench-census: install
-	$(QUIET_ENV) $(BIN)/python benchmarks/census.py
-	$(BIN)/python docs/tables.py
-
-bench-grid: install
-	@echo "bench-grid: the step beside a plain forward, its growth with G, and shared_prefix: auto where nothing is to gain; 15 minutes"
-	$(QUIET_ENV) $(BIN)/python benchmarks/shared_prefix.py --parts over_plain growth never_slower
-
-bench-vllm: install-vllm
-	@echo "bench-vllm: rollouts by vLLM in the training process and by transformers"
-	$(QUIET_ENV) $(BIN)/python benchmarks/colocate.py
-
 bench-losses: install
 	@echo "bench-losses: the quickstart task with six losses"
 	$(QUIET_ENV) $(BIN)/python benchmarks/losses.py
 
 bench-overlap: install-vllm
-	@echo "bench-overlap: steps in turn and with rollout_ahead, and which lengths train; leave two cores free"
+	@echo "bench-overlap: steps in turn and with rollout_ahead; leave two cores free"
 	$(QUIET_ENV) $(BIN)/python benchmarks/overlap.py
-	$(QUIET_ENV) $(BIN)/python benchmarks/stale_samples.py
 	$(BIN)/python docs/tables.py
-
-bench-lag: install
-	@echo "bench-lag: the quickstart task with completions of weights that are 0, 1, 4 and 8 generations old"
-	$(QUIET_ENV) $(BIN)/python benchmarks/lag.py --again
-	$(BIN)/python docs/tables.py
-
-bench-trajectories: install
-	@echo "bench-trajectories: one gradient for each trajectory, and a step of ten turns, beside a row for each turn"
-	$(QUIET_ENV) $(BIN)/python benchmarks/trajectories.py
 
 bench-environments: install
-	@echo "bench-environments: slow environments beside stock TRL's loop, and those that fail, agents too"
-	$(QUIET_ENV) $(BIN)/python benchmarks/environment_latency.py
+	@echo "bench-environments: environments and agents that fail"
 	$(QUIET_ENV) $(BIN)/python benchmarks/environment_faults.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/agent_faults.py
-
-bench-game: install
-	@echo "bench-game: the quickstart that plays a game, as an environment and as an agent, three seeds"
-	$(QUIET_ENV) $(BIN)/python benchmarks/game.py
 
 bench-agents: install
 	@echo "bench-agents: ten steps of each agent in $(AGENTS); benchmarks/real_agents.py says how to install them"
 	$(QUIET_ENV) $(BIN)/python benchmarks/real_agents.py "$(AGENTS)"
 	$(BIN)/python docs/tables.py
-
-bench-colours: install
-	@echo "bench-colours: the quickstart that sees pictures, three seeds"
-	$(QUIET_ENV) $(BIN)/python benchmarks/colours.py
 
 ONLY ?=
 bench-claims: install
@@ -246,11 +200,6 @@ bench-sampler: install-vllm
 bench-splits: install-deepspeed
 	@echo "bench-splits: gradients of every loss under every split and engine, beside one row at a time; this is long"
 	$(WITH_DEEPSPEED) $(QUIET_ENV) $(BIN)/python benchmarks/splits.py
-	$(BIN)/python docs/tables.py
-
-bench-faults: install
-	@echo "bench-faults: planted faults and sound runs; half an hour"
-	$(QUIET_ENV) $(BIN)/python benchmarks/faults.py
 	$(BIN)/python docs/tables.py
 
 clean:

@@ -182,27 +182,6 @@ def argument_tables(title: str) -> str:
     return table(("argument", "default", "values", "in a resume", "meaning"), rows)
 
 
-def speed_table() -> str:
-    """Return a table of `make bench`: stock TRL and grpo-ext side by side."""
-    step, whole = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("shared_prefix", "whole_step"))
-    rows = []
-    for r in step["steps"]:
-        times = f"{r['stock_seconds']:.2f} s", f"{r['ours_seconds']:.2f} s"
-        spread = r["ratio"]["range"] if r["ratio"]["pairs"] > 1 else None
-        arithmetic = f"{r['less_arithmetic']:.2f}"
-        rows.append((f"forward and backward: {r['work']}", *times, *ratio(r["ratio"]["median"], spread), arithmetic))
-    memory = step["memory"]
-    sizes = (f"{memory[side]['step_mib']:.0f} MiB" for side in ("stock", "grpo-ext"))
-    rows.append((memory["work"], *sizes, *ratio(memory["ratio"]), ""))
-    r = whole["results"][0]
-    for name, part in (("rollout by transformers", "rollout_"), ("whole step", "")):
-        work = f"{name}: {r['model']} model, prompt {r['prompt_tokens']}, ragged completions"
-        times = (f"{r[f'{side}_{part}seconds']:.2f} s" for side in ("stock", "ours"))
-        measured = r[f"{part or 'step_'}ratio"]
-        rows.append((work, *times, *ratio(measured["median"], measured["quartiles"]), ""))
-    return table(("work", "stock TRL", "grpo-ext", "times faster", "spread", "times less arithmetic"), rows)
-
-
 def splits_table() -> str:
     """Return a table of `make bench-splits`: largest relative difference of a gradient, by loss and engine."""
     cases = json.loads((RESULTS / "splits.json").read_text())["cases"]
@@ -267,27 +246,6 @@ def figure_table() -> str:
     return table(("metric", "what it is"), ((code(name), plain(meaning)) for name, meaning in FIGURES.items()))
 
 
-def planted_table() -> str:
-    """Return a table of `make bench-faults`: each planted fault, and the diagnosis by seed."""
-    found = json.loads((RESULTS / "faults.json").read_text())
-    rows = []
-    for name in dict.fromkeys(run["fault"] for run in found["faults"]):
-        runs = [run for run in found["faults"] if run["fault"] == name]
-        named = ", then ".join(f"{n['fault']} ({n['step']})" for n in runs[0]["named"]) or "nothing"
-        right = f"{sum(run['right'] for run in runs)} of {len(runs)}"
-        rows.append((name, str(runs[0]["planted"]), named, right))
-    header = ("planted", "from step", f"named, first seed (step): `{found['faults'][0]['seed']}`", "right, of seeds")
-    alarms = [run for run in found["sound"] if run["named"]]
-    details = "".join(f" {run['recipe']} {run['settings'] or ''}: {run['named']}." for run in alarms)
-    right = sum(run["right"] for run in found["faults"])
-    left = [n - len(found[kind]) for kind, n in found["wanted"].items()]
-    rest = f" Not run yet: {left[0]} with a fault, {left[1]} sound." if any(left) else ""
-    return (
-        f"{table(header, rows)}\n\nNamed right: {right} of {len(found['faults'])}. "
-        f"False alarms: {len(alarms)} of {len(found['sound'])} sound runs.{details}{rest}"
-    )
-
-
 def sampler_results() -> dict[str, Any]:
     """Return the results of `make bench-sampler`."""
     found: dict[str, Any] = json.loads((RESULTS / "sampler_correction.json").read_text())
@@ -342,20 +300,6 @@ def sampler_training_table() -> str:
     return table(("weights and rule", *heads), rows)
 
 
-def memory_estimates_table() -> str:
-    """Return a table of measured peaks of memory and what `check` estimates."""
-    rows = json.loads((RESULTS / "memory_estimate.json").read_text())["rows"]
-    found = [(name, *(cell for kind in ("", "whole_") for cell in _peak(row, kind))) for name, row in rows.items()]
-    columns = "beyond the weights, in a step", "estimate / measured", "with the weights", "estimate / measured"
-    return table(("model and settings", *columns), found)
-
-
-def _peak(row: dict[str, float], kind: str) -> tuple[str, str]:
-    if f"{kind}measured" not in row:
-        return "", ""
-    return f"{row[f'{kind}measured']} MiB", f"{row[f'{kind}ratio']:.2f}"
-
-
 def agents_table() -> str:
     """Return a table of agents that were trained as they are."""
     lines = (RESULTS / "real_agents.jsonl").read_text().splitlines()
@@ -378,55 +322,6 @@ def agents_table() -> str:
         rows.append((run["agent"], run["version"], run["dialect"], run["model"], *cells))
     columns = ("steps", "lost attempts", "turns", "contexts", "tokens read by a turn", "tokens sampled")
     return table(("agent", "version", "dialect", "model", *columns, "all trained, as sampled", "paid"), rows)
-
-
-def token_limits_table() -> str:
-    """Return a table of the peaks of a ragged step, by rows and by tokens of its micro-batches."""
-    rows = [
-        (
-            f"{row['rows']} rows" if "rows" in row else f"`micro_batch_tokens: {row['tokens']}`",
-            *(f"{row[name]:,}" for name in ("forwards", "most_tokens")),
-            f"{row['peak_mib']:.0f} MiB",
-        )
-        for row in json.loads((RESULTS / "token_limits.json").read_text())["rows"]
-    ]
-    return table(("a micro-batch has", "forwards", "most tokens of one", "peak"), rows)
-
-
-HEALTHY = {
-    "loss": "near 0 on-policy, of either sign; not a measure of learning",
-    "grad_norm": "above 0 if a group has an advantage; 0 means that this step changed no weight",
-    "reward": "rises over tens to hundreds of steps, with noise from step to step",
-    "reward_std": "above 0; shrinks as the task is learned",
-    "rewards/accuracy/mean": "rises; between .2 and .8 groups are mixed most often",
-    "groups/mixed": "share of groups to learn from: above .2, or a step is mostly wasted",
-    "advantages/zero_variance_groups": "share of groups without an advantage: below .8",
-    "advantages/of_reward": "near 1: rows train with their own advantages",
-    "entropy": "falls slowly; a fall to a fifth within a few steps ends exploration",
-    "clip_ratio/region_mean": "0 in the first step of a generation, a few percent in later ones",
-    "ratio/ess_completions": "1 in the first step of a generation, above .5 in later ones",
-    "kl": "0 in the first step, then rises; with `beta` > 0 only",
-    "completions/mean_length": "moves with the task; watch it together with `clipped_ratio`",
-    "completions/clipped_ratio": "near 0; above .3 raise `max_completion_length`",
-    "completions/mask_misplaced": "exactly 0",
-    "sampling/mismatch": "rounding, with transformers in float32; with vLLM below the drift check's limit (.02 in "
-    "float32, .1 in bf16)",
-    "sampling/ess_completions": "1 with transformers in float32; with vLLM it falls with the length of completions",
-    "weights/change": "small and steady; a leap together with a falling reward means that steps are too large",
-    "learning_rate": "the schedule",
-}
-"""Values of metrics in a healthy run, for docs/troubleshooting.md."""
-
-
-def healthy_table() -> str:
-    """Return a table of metrics in a healthy run of the quickstart."""
-    found = json.loads((RESULTS / "faults.json").read_text())["healthy"]
-    rows = (
-        (code(name), *(f"{value:.3g}" for value in found[name]), meaning)
-        for name, meaning in HEALTHY.items()
-        if name in found
-    )
-    return table(("metric", "least", "median", "greatest", "on a healthy run"), rows)
 
 
 PARTS = {
@@ -462,34 +357,6 @@ def overlap_table() -> str:
     return f"{table(('sampler', *heads), rows)}\n\nRepeats and steps of each: {runs}.{rest}"
 
 
-def lag_table() -> str:
-    """Return a table of `make bench-lag`: mean accuracy by case, rule and age of the completions."""
-    runs = json.loads((RESULTS / "lag.json").read_text())
-    lags, rows = sorted({run["lag"] for run in runs}), []
-    for case, rule in dict.fromkeys((run["case"], run["rule"]) for run in runs if run["lag"]):
-        of_it = [run for run in runs if run["case"] == case and (run["rule"] == rule or not run["lag"])]
-        after = [[run["after"] for run in of_it if run["lag"] == lag] for lag in lags]
-        rows.append((f"{case}, {rule}", *(f"{mean(values):.2f}" if values else "" for values in after)))
-    return table(("run", *(f"K = {lag}" for lag in lags)), rows)
-
-
-def stale_table() -> str:
-    """Return a table of benchmarks/stale_samples.py: what trains, by length, with and without a limit of age."""
-    rows = []
-    for row in json.loads((RESULTS / "stale_samples.json").read_text())["rows"]:
-        shares = (f"{row[name]:.0%}".replace("%", " %") for name in ("trained", "shortest_tenth", "longest_tenth"))
-        length = f"{row['mean_length_trained_over_generated']:.2f}"
-        rule = code(row["rule"]) if row["rule"].startswith("rollout_ahead") else row["rule"]
-        rows.append((rule, *shares, length, f"{row['step_over_training']:.2f}"))
-    heads = (
-        "completions that train",
-        "of the shortest tenth",
-        "of the longest tenth",
-        "mean length, trained / sampled",
-    )
-    return table(("rule", *heads, "step / training"), rows)
-
-
 def gpu_table(path: Path = RESULTS / "gpu.json") -> str:
     """Return a table of `make bench-gpu`: what was checked, and steps beside stock TRL."""
     if not path.exists():
@@ -513,18 +380,8 @@ def timed(row: dict[str, Any]) -> tuple[str, ...]:
     return row["work"], *cells, f"**{row['ratio']:.2f}** times faster" if row["ratio"] else ""
 
 
-def census_table() -> str:
-    """Return how many architectures share prompts."""
-    found = json.loads((RESULTS / "census.json").read_text())
-    rows = [
-        (kind, *(str(counts[use]) for use in ("tried", "loss", "rollouts"))) for kind, counts in found["kinds"].items()
-    ]
-    return table(("architectures", "tried", "share in the loss", "in rollouts"), rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "house": house_table,
-    "speed": speed_table,
     "splits": splits_table,
     "losses": loss_table,
     "axes": axes_table,
@@ -545,20 +402,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "resumable": resumable_table,
     "faults": fault_table,
     "figures": figure_table,
-    "planted": planted_table,
-    "healthy": healthy_table,
     "sampler_kept": sampler_kept_table,
     "sampler_bias": sampler_bias_table,
     "sampler_precision": sampler_precision_table,
     "sampler_training": sampler_training_table,
-    "memory_estimates": memory_estimates_table,
     "agents": agents_table,
-    "token_limits": token_limits_table,
     "gpu": gpu_table,
-    "census": census_table,
-    "stale": stale_table,
     "overlap": overlap_table,
-    "lag": lag_table,
 }
 
 

@@ -1,25 +1,26 @@
 """The estimate of memory in `grpo-ext check`: its parts follow the settings, and it never refuses."""
 
-import sys
+import gc
+import time
 from dataclasses import replace
-from pathlib import Path
+from itertools import accumulate
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from transformers import LlamaConfig
+from datasets import Dataset
+from peft import LoraConfig
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import ModelConfig
 
-from grpo_ext import GRPOExtConfig
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.commands import memory, peaks
 from grpo_ext.commands.memory import estimate
 from grpo_ext.commands.peaks import MicroBatch, Shape
+from grpo_ext.quickstart.model import build_tokenizer
 from support import tiny
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import memory_estimate
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4, "gradient_checkpointing": False}
 SIZE = {"per_device_train_batch_size": 8, "max_completion_length": 64, "shared_prefix": "auto"}
@@ -189,13 +190,66 @@ def test_the_largest_limit_that_fits_is_named(settings, monkeypatch):
     [
         ({}, "float32"),
         ({"gradient_checkpointing": True}, "float32"),
-        (memory_estimate.LORA, "float32"),
-        (memory_estimate.LORA, "bfloat16"),  # adapters copy their inputs to float32
+        ({"use_peft": True}, "float32"),
+        ({"use_peft": True}, "bfloat16"),  # adapters copy their inputs to float32
     ],
 )
-def test_the_estimate_is_near_the_peak_of_a_step(settings, dtype):
-    found = memory_estimate.run(memory_estimate.SMALL, 16, 96, dtype, settings)
-    assert found["ratio"] == pytest.approx(1, abs=0.15)
+def test_the_estimate_is_near_the_peak_of_a_step(settings, dtype, tmp_path):
+    """By the tensors that torch allocates between the first step's rollout and its optimizer."""
+    gc.collect()
+    torch.manual_seed(0)
+    tokenizer, settings = build_tokenizer(), dict(settings)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4} | HEADS
+    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1)
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    adapter = (
+        LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        if settings.pop("use_peft", False)
+        else None
+    )
+    size = {"per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 96, "max_steps": 2}
+    whole = {"skip_zero_advantages": False, "generation_kwargs": {"suppress_tokens": [1]}}  # no completion ends early
+    args = GRPOExtConfig(str(tmp_path), **CPU | size | whole | settings, loss_type="grpo", save_strategy="no")
+    rows, between = Dataset.from_list([{"prompt": "a" * 34}] * 64), Between()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        reward = [lambda completions, **_: [float(i % 3) for i in range(len(completions))]]
+        trainer = Profiled(model, reward, args, rows, None, tokenizer, callbacks=[between], peft_config=adapter)
+        trainer.train()
+    weights = list(trainer.model.parameters())
+    numbers = (sum(p.numel() for p in weights), sum(p.numel() for p in weights if p.requires_grad))
+    parts = estimate(args, dtype, *numbers, Shape.of(config).with_adapter(model), 34)
+    expected = parts["gradients"] + parts["autocast"] + parts["activations"]
+    measured = between.most(profiled, trainer.began)
+    assert expected / measured == pytest.approx(1, abs=0.15)
+
+
+class Profiled(GRPOExtTrainer):
+    """Notes when the first step's rollout ends."""
+
+    began = 0
+
+    def _prepare_inputs(self, inputs):
+        prepared = super()._prepare_inputs(inputs)
+        self.began = self.began or time.time_ns()
+        return prepared
+
+
+class Between(TrainerCallback):
+    """Notes when the first step has its gradients, before Adam's moments are made."""
+
+    ended = 0
+
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        self.ended = self.ended or time.time_ns()
+
+    def most(self, profiled: profile, began: int) -> int:
+        """The most bytes over those at `began`."""
+        events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        levels = list(accumulate(event.nbytes() for event in events))
+        times = [event.start_ns() for event in events]
+        before = [level for at, level in zip(times, levels, strict=True) if at <= began][-1]
+        return max(level for at, level in zip(times, levels, strict=True) if began <= at <= self.ended) - before
 
 
 def test_an_engine_on_a_gpu_takes_its_share(monkeypatch):

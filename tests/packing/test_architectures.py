@@ -1,10 +1,8 @@
 """Every causal architecture of transformers shares prompts exactly, in loss and in rollouts, or is refused by name."""
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -321,11 +319,3 @@ def test_a_model_that_also_takes_images_shares_text_as_the_model_inside(model_ty
         assert words is not None, f"{model_type} is new: write it down under {found!r}"
         assert words in found
         assert bool(words) == bool(found)
-
-
-def test_the_documentation_has_these_counts(monkeypatch):
-    benchmarks = Path(__file__).parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(str(benchmarks))
-    from census import counted
-
-    assert json.loads((benchmarks / "results" / "census.json").read_text())["kinds"] == counted(), "make bench-census"

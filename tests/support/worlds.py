@@ -209,22 +209,6 @@ class Meets(Conversation):
         return Step("on", 1.0, self.turn == self.row["turns"])
 
 
-class Thinker:
-    """Its tool takes as long as the row says."""
-
-    def reset(self, seconds, **row):
-        self.seconds, self.thought = seconds, 0
-
-    def think(self) -> str:
-        """Think."""
-        time.sleep(self.seconds[self.thought])
-        self.thought += 1
-        return "on"
-
-    def get_reward(self):
-        return float(self.thought)
-
-
 class Counter:
     """TRL's protocol: methods are tools."""
 
