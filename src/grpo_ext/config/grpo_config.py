@@ -37,6 +37,10 @@ REMOVED = {
     ),
     "router_replay": ("it is gone: no engine's routes can be read yet", "Remove it."),
     "replay_batches": ("it is gone: a run trains on what it samples", "Remove it."),
+    "record_batches": (
+        "it is gone: nothing reads recorded batches",
+        "Remove it. A batch with NaN or inf is kept in `output_dir`/failures; log_completions writes completions.",
+    ),
 }
 """Settings of earlier versions of grpo-ext, with reason and cure."""
 

@@ -252,7 +252,6 @@ SETTINGS: dict[str, Setting] = {
         logging_strategy=Setting(choices=_INTERVALS),
         logging_steps=Setting(NOT_NEGATIVE),
         num_completions_to_print=Setting(NOT_NEGATIVE),  # at 0 only the files are written
-        record_batches=Setting(NOT_NEGATIVE),
         report_to=Setting(choices=(*INTEGRATION_TO_CALLBACK, "all", "none")),
     ),
     # Evaluation.

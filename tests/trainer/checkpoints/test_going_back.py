@@ -10,7 +10,7 @@ from grpo_ext import ConfigError
 from grpo_ext.config.resuming import REQUEST_FILE, Request, noted, requested
 from grpo_ext.evaluation import results
 from grpo_ext.report import reading
-from grpo_ext.trainer import nonfinite, recording
+from grpo_ext.trainer import nonfinite
 from grpo_ext.trainer.checkpoints.choice import Sound, numbered
 from grpo_ext.trainer.checkpoints.finish import RECORDS, write_finished
 from grpo_ext.trainer.checkpoints.starting import _beginning, _carried_out, _start
@@ -44,7 +44,7 @@ def left(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir())
 
 
-RECORDED = ("evaluation/held_out/step_4.json", "evaluation/held_out/step_6_samples.jsonl", "batches/step_6/rank_0.pt")
+RECORDED = ("evaluation/held_out/step_4.json", "evaluation/held_out/step_6_samples.jsonl", "failures/step_6/rank_0.pt")
 
 
 def a_finished_run(out: Path) -> Path:
@@ -255,9 +255,7 @@ def test_a_sealed_checkpoint_of_a_killed_run_is_moved_aside_too(tmp_path):
 
 def test_the_folders_of_records_are_those_that_a_run_writes():
     assert set(RECORDS) == {
-        *(results.EVALUATION, recording.FOLDER, nonfinite.FOLDER),
-        reading.COMPLETIONS,
-        "reward_failures",
+        *(results.EVALUATION, nonfinite.FOLDER, reading.COMPLETIONS, "reward_failures"),
     }
 
 

@@ -22,7 +22,7 @@ FINISHED_FILE = "finished.json"
 METRICS_FILE = "metrics.jsonl"
 CARD = "README.md"
 """The model card, which a person may edit later."""
-RECORDS = ("evaluation", "completions", "batches", "failures", "reward_failures")
+RECORDS = ("evaluation", "completions", "failures", "reward_failures")
 """Folders in output_dir that hold files or folders for each step."""
 _OF_A_STEP = re.compile(r"(?:step_?|completions_)(\d+)")
 
