@@ -30,7 +30,7 @@ QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
 DEVICE ?= cuda
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest test-newest lint mutations tables docs bench bench-census bench-gpu bench-real bench-curves bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-agents bench-game bench-claims bench-colours bench-faults bench-migrate bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest test-newest lint mutations tables docs bench bench-census bench-gpu bench-real bench-curves bench-grid bench-vllm bench-losses bench-overlap bench-lag bench-splits bench-sampler bench-trajectories bench-environments bench-agents bench-game bench-claims bench-faults bench-migrate bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with all development tools, at the pinned versions"
@@ -60,7 +60,6 @@ help:
 	@echo "make bench-environments  time environments that take their time beside stock TRL, and let a thousand of them fail"
 	@echo "make bench-game    train the quickstart that plays a game, as an environment and as an agent, and write benchmarks/game.md"
 	@echo "make bench-agents AGENTS=FOLDER  train agents of others that are installed in FOLDER, and rewrite docs/agents.md's table"
-	@echo "make bench-colours train the quickstart that sees pictures and write benchmarks/colours.md"
 	@echo "make bench-claims  check claims of papers, all or ONLY='length maxrl', and write benchmarks/claims.md; hours, may be stopped and resumed"
 	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite benchmarks/splits.md's table"
 	@echo "make bench-sampler compare corrections of the sampler, and rewrite the tables of docs/vllm.md and benchmarks/sampler.md"
@@ -223,10 +222,6 @@ bench-agents: install
 	@echo "bench-agents: ten steps of each agent in $(AGENTS); benchmarks/real_agents.py says how to install them"
 	$(QUIET_ENV) $(BIN)/python benchmarks/real_agents.py "$(AGENTS)"
 	$(BIN)/python docs/tables.py
-
-bench-colours: install
-	@echo "bench-colours: the quickstart that sees pictures, three seeds"
-	$(QUIET_ENV) $(BIN)/python benchmarks/colours.py
 
 ONLY ?=
 bench-claims: install

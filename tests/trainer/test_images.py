@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
@@ -17,7 +18,9 @@ from grpo_ext.data.pictures import with_images
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.packing.images import COUNT, IMAGES
 from grpo_ext.packing.micro_batches import MicroBatch, of_live_rows, regroup, rows_of, trim
+from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rollout.seeing import described
+from grpo_ext.train import train
 from grpo_ext.trainer.dump import on_cpu
 from support import seeing, tiny
 
@@ -189,6 +192,22 @@ def test_stock_trl_makes_the_same_steps(family, tmp_path):
             trainer.train()
         weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
     assert (weights[0] - weights[1]).abs().max() < ROUNDING
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_and_evaluates_a_model_of_images(tmp_path):
+    for part in (seeing.model("llava", dtype=torch.float32), seeing.processor("llava")):
+        part.save_pretrained(tmp_path / "model")
+    seeing.rows((1,) * 8, column="image").save_to_disk(tmp_path / "data")
+    recipe = SETTINGS | {
+        **{"model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "data"), "test_size": 4},
+        **{"output_dir": str(tmp_path / "run"), "reward_funcs": [{"name": "support.tiny:spread"}]},
+        **{"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "use_cpu": True},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    log = train(load_recipe(["--config", str(tmp_path / "recipe.yaml")])).state.log_history
+    assert any(entry.get("grad_norm", 0.0) > 0 for entry in log)
+    assert any("eval_rewards/spread/mean" in entry for entry in log)
 
 
 def test_a_dump_holds_the_images_of_a_prompt_once(tmp_path):

@@ -16,7 +16,6 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from grpo_ext.data import files as local_files
 from grpo_ext.data import tables, tasks
 from grpo_ext.data.config import (
-    COLOURS,
     GAME,
     PROCEDURAL,
     QUICKSTART,
@@ -135,10 +134,9 @@ def collecting(found: list[Problem]) -> Iterator[None]:
 
 
 def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split]:
-    from grpo_ext.quickstart import colours, game, task
+    from grpo_ext.quickstart import game, task
 
-    own = {GAME: game.load_game, COLOURS: colours.load_colours}
-    train, test = own[name]() if name in own else task.load(**task_options(config))
+    train, test = game.load_game() if name == GAME else task.load(**task_options(config))
     return Split(train, f"{name}, split train"), Split(test, f"{name}, split test")
 
 
