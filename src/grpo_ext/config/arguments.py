@@ -201,12 +201,6 @@ class GRPOExtArguments(GRPOConfig):
         "(default): the log has the loss itself.",
     )
 
-    push_to_hub_revision: bool = described(
-        False,
-        "Whether the model of each checkpoint goes to a branch of its own, `hub_revision`-step-000000100 "
-        "(`main`, where that is unset). Needs `push_to_hub`.",
-    )
-
     @property
     def world_size(self) -> int:
         """The processes of this launch, or of the one that `grpo-ext check` plans."""
