@@ -195,15 +195,15 @@ def load_files(files: list[Path], config: DataConfig, streaming: bool, split: st
     if streaming and split != key:
         raise unusable(source, "a stream has no slices", f"Name the split {key!r}, and set max_samples.")
     places = tuple(files) if split == key else ()
-    texts = {config.prompt_column or "", config.answer_column or "", *PROMPT_COLUMNS, *ANSWER_COLUMNS}
     if kind in (".json", ".jsonl") and streaming:
-        return Split(tables.stream(files, texts), source, places)
+        return Split(tables.stream(files), source, places)
     if kind in (".json", ".jsonl"):
         return Split(
-            call_loader(tables.select, tables.read_rows(files, texts), key, split, source=source), source, places
+            call_loader(lambda: tables.select(tables.read_rows(files), key, split), source=source), source, places
         )
     reading: dict[str, Any] = {}
     if kind == ".csv":
+        texts = {config.prompt_column or "", config.answer_column or "", *PROMPT_COLUMNS, *ANSWER_COLUMNS}
         # pandas would read the answer 007 as 7 and the word None as a missing value
         converters = {name: str for name in local_files.csv_columns(files[0]) if name in texts}
         reading = {"converters": converters, "keep_default_na": False, "na_values": [""]}

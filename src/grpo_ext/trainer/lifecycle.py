@@ -40,7 +40,7 @@ from grpo_ext.trainer.checkpoints import processes, state, writing
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
 from grpo_ext.trainer.checkpoints.processes import everywhere
 from grpo_ext.trainer.checkpoints.starting import start
-from grpo_ext.trainer.evaluating import EvalRows, Evaluated, SameOrderSampler
+from grpo_ext.trainer.evaluating import EvalRows, Evaluated
 from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
 from grpo_ext.trainer.notices import without_notices
@@ -358,9 +358,6 @@ class Lifecycle(GRPOTrainer):
         metrics, name = self._metrics["eval"], prefix.removeprefix("eval").strip("_")
         for figure in list(metrics) if name and prefix.startswith("eval_") else ():
             metrics[f"{name}_{figure}"] = metrics.pop(figure)
-
-    def _get_eval_sampler(self, eval_dataset: object) -> SameOrderSampler:
-        return SameOrderSampler(super()._get_eval_sampler(eval_dataset))
 
     @property
     def _uses(self) -> int:
