@@ -182,8 +182,8 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     trainer.save_final(str(training.output_dir))
     show(f"Model saved to {training.output_dir}.")
     if training.push_to_hub:
-        name = recipe.script.dataset_name
-        trainer.push_to_hub(dataset_name=name if name and not (is_path(name) or is_generated(name)) else None)
+        data = recipe.script.dataset_name
+        trainer.push_to_hub(dataset_name=data if data and not (is_path(data) or is_generated(data)) else None)
     trainer.finish(str(training.output_dir))
     return trainer
 

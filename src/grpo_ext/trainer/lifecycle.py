@@ -252,7 +252,8 @@ class Lifecycle(GRPOTrainer):
                 branch, token = self.args.hub_revision, token or self.args.hub_token
                 hf_api().create_branch(str(self.hub_model_id), branch=branch, token=token, exist_ok=True)
         except (httpx.HTTPError, OSError, ValueError) as error:
-            reason = f"the hub cannot be reached, or refuses ({str(error).strip() or type(error).__name__})"
+            detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = f"the hub cannot be reached, or refuses ({detail})"
             cure = "Check hub_model_id, the token (hf auth whoami) and the network, or set push_to_hub: false."
             raise ConfigError([Problem("push_to_hub", True, reason, cure)]) from error
 
