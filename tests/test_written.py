@@ -10,7 +10,7 @@ import torch
 from grpo_ext import bounded
 from grpo_ext.bounded import appending, write_text
 from grpo_ext.data.completions import write_completions
-from grpo_ext.trainer.recording import write
+from grpo_ext.trainer.dump import write
 
 SOURCE = Path(bounded.__file__).parent
 OWN = {

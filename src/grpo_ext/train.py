@@ -10,7 +10,6 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from grpo_ext.child_processes import kill_children
 from grpo_ext.config.adapters import Base, base_of, with_adapter
 from grpo_ext.config.launch import check_announced, rank, write_exit_code
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.data.config import is_generated
+from grpo_ext.data.files import is_path
 from grpo_ext.data.given import Checked
 from grpo_ext.errors import (
     NOT_FINISHED,
@@ -51,9 +52,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe, print_help
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.terminal import safe_output
-from grpo_ext.trainer.card import make_repository
 from grpo_ext.trainer.checkpoints.identity import record_of
-from grpo_ext.trainer.checkpoints.processes import agreed
 from grpo_ext.trainer.checkpoints.starting import beginning, make_room
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.output_lock import output_lock
@@ -162,8 +161,6 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     if begin.over:
         show("\n".join(filter(None, [begin.over, begin.repeated])))
         return None
-    if training.push_to_hub:
-        agreed(partial(make_repository, training))
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
     show(f"Loading {model_path(recipe)}.")
@@ -185,7 +182,8 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     trainer.save_final(str(training.output_dir))
     show(f"Model saved to {training.output_dir}.")
     if training.push_to_hub:
-        trainer.push_to_hub(dataset_name=recipe.script.dataset_name)
+        data = recipe.script.dataset_name
+        trainer.push_to_hub(dataset_name=data if data and not (is_path(data) or is_generated(data)) else None)
     trainer.finish(str(training.output_dir))
     return trainer
 

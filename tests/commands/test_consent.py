@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import torch
 import yaml
 
 from grpo_ext.commands.runs import find_trained
@@ -30,11 +29,11 @@ def changed(path, **values):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of a tiny base with recorded batches, and one of an adapter."""
+    """A run of a tiny base, and one of an adapter."""
     folder = tmp_path_factory.mktemp("trained")
     tiny.save(folder / "base")
     adapted.sft(str(folder / "base"), str(folder / "sft"))
-    settings = {"record_batches": 1, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     train(load_recipe(adapted.write_recipe(folder, str(folder / "base"), folder / "run", **settings)))
     return folder
 
@@ -51,10 +50,6 @@ def stranger(trained, tmp_path):
     finished["recipe"] |= {"trust_remote_code": True, "model_init_kwargs": {"trust_remote_code": True}}
     (folder / "finished.json").write_text(json.dumps(finished))
     changed(folder / "checkpoint-1" / "recipe.json", trust_remote_code=True)
-    dump = folder / "batches" / "step_1" / "rank_0.pt"
-    content = torch.load(dump, weights_only=True)
-    content["settings"] |= {"trust_remote_code": True, "model_init_kwargs": {"trust_remote_code": True}}
-    torch.save(content, dump)
     return folder, mark
 
 

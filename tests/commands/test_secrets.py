@@ -42,7 +42,6 @@ def test_no_file_or_log_line_of_a_run_holds_a_secret(tmp_path, caplog, capfd):
             "reward_workers": 0,
             "save_steps": 1,
             "max_steps": 1,
-            "record_batches": 1,
         },
         **SETTINGS,
     }

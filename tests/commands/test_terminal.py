@@ -107,7 +107,7 @@ def project(tmp_path_factory):
 def trained(project):
     """A run's folder, and what the run printed."""
     out, handlers, logging.root.handlers = io.StringIO(), logging.root.handlers, []
-    settings = {"log_completions": True, "record_batches": 1, "save_strategy": "steps", "save_steps": 1}
+    settings = {"log_completions": True, "save_strategy": "steps", "save_steps": 1}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = command("train", *project.recipe(**settings))
     logging.root.handlers = handlers

@@ -27,7 +27,7 @@ VALUES = {
     "num_generations": (4, 8),
     "learning_rate": (1e-6, 1e-5),
     "temperature": (1.0, 0.7),
-    "record_batches": (0, 2),
+    "num_completions_to_print": (0, 2),
     "max_completion_length": (64, 128),
     "epsilon": (None, 0.1),
     "eval_strategy": ("no", "steps"),

@@ -146,7 +146,7 @@ NOW_AS_THE_ROW_SAYS = {
 }
 """TRL's fields whose default is None here: "as the row says"."""
 OURS = {
-    *("on_nonfinite", "record_batches", "push_to_hub_revision", "shared_prefix"),
+    *("on_nonfinite", "shared_prefix"),
     *("skip_zero_advantages", "loss_defaults", "loss_kwargs", "kl_estimator", "kl_placement"),
     *("advantage_estimator", "advantage_kwargs", "missing_rewards", "loss_aggregation"),
     *("loss_aggregation_kwargs", "dynamic_sampling", "dynamic_sampling_max_rounds"),

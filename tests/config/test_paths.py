@@ -14,7 +14,7 @@ from grpo_ext.recipe.parts import PARTS
 FIELDS = {f.name: f for part in PARTS for f in dataclasses.fields(part) if f.init}
 NO_PATH = {
     **dict.fromkeys(("log_completions_hub_repo", "hub_model_id"), "a repository of the hub"),
-    **dict.fromkeys(("save_total_limit", "on_nonfinite", "record_batches", "push_to_hub"), "speaks of output_dir"),
+    **dict.fromkeys(("save_total_limit", "on_nonfinite", "push_to_hub"), "speaks of output_dir"),
     **dict.fromkeys(("system_prompt", "debug", "skip_memory_metrics", "use_dora"), "only mentions one"),
     **dict.fromkeys(("do_train", "do_eval", "do_predict", "train_sampling_strategy"), "only mentions one"),
     **dict.fromkeys(("save_on_each_node", "save_only_model", "dataset_kwargs"), "only mentions one"),

@@ -415,7 +415,7 @@ def test_a_mixture_is_looked_at_too(tmp_path):
         load_recipe(argv, Look())
 
 
-@pytest.mark.parametrize("name", ["quickstart/grpo", "quickstart/guess", "quickstart/colours"])
+@pytest.mark.parametrize("name", ["quickstart/grpo", "quickstart/guess"])
 def test_packaged_recipes_raise_no_alarm(name):
     look, problems = Look(), []
     try:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_ext.data.config import COLOURS, GAME, DataConfig, dataset_problems
+from grpo_ext.data.config import GAME, DataConfig, dataset_problems
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.environments.library.guess import Guess
 from grpo_ext.quickstart import agent, game
@@ -104,14 +104,3 @@ def test_the_recipe_trains_and_evaluates(recipe, tmp_path):
     turns = [e[key] for e in log for key in e if re.fullmatch(r"eval_environments/\w+/turns", key)]
     assert len(turns) == 2
     assert all(2 < played <= game.GUESSES for played in turns)
-
-
-@pytest.mark.slow
-def test_the_recipe_of_pictures_trains_and_evaluates(tmp_path):
-    warm = ensure_model(0, tmp_path, steps=40, lesson=LESSONS[COLOURS])
-    options = {"model_name_or_path": warm, "output_dir": tmp_path / "run", "max_steps": 2, "eval_steps": 2}
-    words = [str(word) for key in options for word in (f"--{key}", options[key])]
-    log = train(load_recipe(["--config", COLOURS, *words])).state.log_history
-    evaluated = {e["step"]: e["eval_rewards/accuracy/mean"] for e in log if "eval_rewards/accuracy/mean" in e}
-    assert list(evaluated) == [0, 2]
-    assert all(0 < share < 1 for share in evaluated.values())

@@ -267,9 +267,8 @@ def test_a_packaged_recipe_is_what_its_header_says(name):
 def test_a_quickstart_recipe_needs_no_gpu_and_no_hub(name):
     recipe = load_recipe(["--config", name])  # not planned: this machine is to run it
     assert recipe.training.use_cpu
-    own = {"quickstart/agent": "quickstart/guess"}.get(name, name)
-    own = own if own in ("quickstart/guess", "quickstart/colours") else None
-    expected = (own, own) if own else ("quickstart", "quickstart/addition")
+    plays = name in ("quickstart/agent", "quickstart/guess")
+    expected = ("quickstart/guess",) * 2 if plays else ("quickstart", "quickstart/addition")
     assert (recipe.model.model_name_or_path, recipe.script.dataset_name) == expected
 
 

@@ -16,7 +16,6 @@ from grpo_ext.report.page import write_report
 from grpo_ext.rewards.composition import RewardSpec
 from support import tiny, trainers
 from support.processes import PATIENCE
-from support.recordings import record
 from support.run_folders import HOSTILE, run_folder, with_completions, with_evaluation
 
 pytestmark = pytest.mark.slow
@@ -118,26 +117,6 @@ def test_the_browser_of_completions_filters_sorts_and_searches(tmp_path):
     dom = opened(page, "search=nowhere")
     assert cards(dom) == []
     assert "0 of 8 match" in dom
-
-
-def test_tokens_are_coloured_and_say_their_values(tmp_path):
-    run = with_completions(run_folder(tmp_path / "mine"), 3, [("q", ["a b", "<b>x"])])
-    record(run, 3, [[4, 5, 7], [6, 8, 7]], [["a", " b", "</s>"], ["<b>", "x", "</s>"]], row=0)
-    page = write_report([run], tmp_path / "report.html")
-    plain = opened(page)
-    assert 'class="token' not in plain
-    assert re.search(r'<p id="legend" hidden="">', plain)
-    dom = opened(page, "colour=ratio")
-    spans = re.findall(r'<span class="(token[^"]*)"([^>]*)>(.*?)</span>', dom.partition('id="cards"')[2])
-    assert [html.unescape(text) for _, _, text in spans] == ["a", " b", "</s>", "<b>", "x", "</s>"]
-    assert [name for name, _, _ in spans[:3]] == ["token up", "token up", "token"]
-    assert "--w: 0.000" in spans[0][1]
-    assert "--w: 1.000" in spans[1][1]
-    assert 'title="advantage 0.5, ratio 2, entropy 0.1"' in spans[1][1]
-    legend = dom.partition('id="legend"')[2].partition("</p>")[0]
-    assert "ratio above 1, deepest at 2" in legend
-    assert "below 1, deepest at 0.5" in legend
-    assert "2 of 2 completions have values" in legend
 
 
 POINTING = """

@@ -12,11 +12,10 @@ from transformers import (
 )
 
 from grpo_ext import ConfigError
-from grpo_ext.packing.kept import KEPT, KeptSets
+from grpo_ext.packing.kept import KeptSets
 from grpo_ext.rollout.kept_log import encoded_lists
 from grpo_ext.rollout.transformers_engine import GroupedEngine
 from grpo_ext.rollout.vllm.kept import returned_sets, sampled_first
-from grpo_ext.trainer.recording import read
 from support import tiny
 from support.trainers import build, weights
 
@@ -97,12 +96,6 @@ def test_the_weights_do_not_depend_on_sharing_or_the_split(settings, tmp_path):
 
 PLAIN = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
 HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-
-
-def test_recorded_batches_hold_the_sets(tmp_path):
-    build(tiny.model(), tmp_path, record_batches=1, top_p=0.7, max_steps=1).train()
-    content = read(tmp_path / "batches" / "step_1" / "rank_0.pt")
-    assert any(of_row.numel() for batch in content["micro_batches"] for of_row in batch[KEPT])
 
 
 def test_a_trainer_with_tools_or_a_rollout_function_refuses_a_truncated_sampler(tmp_path):

@@ -60,14 +60,6 @@ def test_prompts_of_the_same_text_have_games_of_their_own(tmp_path):
     trainer.close_rewards()
 
 
-def test_an_evaluation_has_one_order_also_where_workers_keep_its_sampler(tmp_path):
-    trainer = dealing(tmp_path, evaluated=9)
-    sampler = trainer._get_eval_sampler(trainer.eval_dataset)
-    assert list(sampler) == list(sampler)
-    assert list(sampler)[::4] != list(range(9))
-    assert len(sampler) == 36
-
-
 def test_training_with_evaluations_between_plays_the_same_games(tmp_path):
     """Evaluations share no games with training, and move none of its games."""
     alone, between = dealing(tmp_path / "a"), dealing(tmp_path / "b", 5, eval_strategy="steps", eval_steps=1)

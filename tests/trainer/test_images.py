@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
@@ -17,8 +18,10 @@ from grpo_ext.data.pictures import with_images
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.packing.images import COUNT, IMAGES
 from grpo_ext.packing.micro_batches import MicroBatch, of_live_rows, regroup, rows_of, trim
+from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rollout.seeing import described
-from grpo_ext.trainer.recording import read
+from grpo_ext.train import train
+from grpo_ext.trainer.dump import on_cpu
 from support import seeing, tiny
 
 ROUNDING = 1e-10
@@ -139,7 +142,7 @@ def test_rows_of_micro_batches_may_be_regrouped_trimmed_and_scored_in_parts(fami
         trainer.train()
         (everything,) = trainer.seen
         assert everything["ref_per_token_logps"].sub(everything["old_per_token_logps"]).abs().max() < ROUNDING
-        known = dict(zip(everything["generation_row"].tolist(), everything["old_per_token_logps"], strict=True))
+        everything["row"] = torch.arange(16)
         parts = [rows_of(everything, torch.arange(i, i + 4)) for i in range(0, 16, 4)]
         moved = rows_of(everything, torch.randperm(16, generator=torch.Generator().manual_seed(1)))
         kinds = [*regroup(parts, len(parts)), trim(moved), rows_of(moved, torch.tensor([3]))]
@@ -147,10 +150,10 @@ def test_rows_of_micro_batches_may_be_regrouped_trimmed_and_scored_in_parts(fami
             for size in (None, 3):
                 score = trainer._get_per_token_logps_and_entropies
                 logps = trainer._scorer.micro_batch(score, trainer.model, batch, batch_size=size)[0]
-                for i, row in enumerate(batch["generation_row"].tolist()):
-                    live = batch["completion_mask"][i].bool()
-                    length = int(live.sum())
-                    assert (logps[i, :length] - known[row][:length]).abs().max() < ROUNDING
+                for i, row in enumerate(batch["row"].tolist()):
+                    length = int(batch["completion_mask"][i].sum())
+                    known = everything["old_per_token_logps"][row, :length]
+                    assert (logps[i, :length] - known).abs().max() < ROUNDING
 
 
 def alike(count: int) -> Dataset:
@@ -168,11 +171,9 @@ def test_each_completion_is_sampled_with_its_own_picture(family, tmp_path):
         trainer.train()
     chosen = set()
     for batch in trainer.seen:
-        for row, ids, mask in zip(
-            batch["generation_row"].tolist(), batch["completion_ids"], batch["completion_mask"], strict=True
-        ):
+        for i, (ids, mask) in enumerate(zip(batch["completion_ids"], batch["completion_mask"], strict=True)):
             sampled = ids[mask.bool()].tolist()
-            scores = seeing.logits(family, trainer.model, data[row // 4], sampled)
+            scores = seeing.logits(family, trainer.model, same_row(family, batch, i, data), sampled)
             scores[:, trainer.model.config.image_token_id] = -torch.inf  # TRL never samples it
             assert scores.argmax(dim=-1).tolist() == sampled
             chosen.add(tuple(sampled))
@@ -193,11 +194,27 @@ def test_stock_trl_makes_the_same_steps(family, tmp_path):
     assert (weights[0] - weights[1]).abs().max() < ROUNDING
 
 
-def test_recorded_batches_hold_the_images_of_a_prompt_once(tmp_path):
-    policy = seeing.model("idefics3", dtype=torch.float32)
-    build("idefics3", tmp_path, seeing.rows(RAGGED), model=policy, record_batches=1).train()
-    content = read(tmp_path / "batches" / "step_1" / "rank_0.pt")
-    rows = [row for batch in content["micro_batches"] for row in batch[IMAGES]]
+@pytest.mark.slow
+def test_a_recipe_trains_and_evaluates_a_model_of_images(tmp_path):
+    for part in (seeing.model("llava", dtype=torch.float32), seeing.processor("llava")):
+        part.save_pretrained(tmp_path / "model")
+    seeing.rows((1,) * 8, column="image").save_to_disk(tmp_path / "data")
+    recipe = SETTINGS | {
+        **{"model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "data"), "test_size": 4},
+        **{"output_dir": str(tmp_path / "run"), "reward_funcs": [{"name": "support.tiny:spread"}]},
+        **{"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "use_cpu": True},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    log = train(load_recipe(["--config", str(tmp_path / "recipe.yaml")])).state.log_history
+    assert any(entry.get("grad_norm", 0.0) > 0 for entry in log)
+    assert any("eval_rewards/spread/mean" in entry for entry in log)
+
+
+def test_a_dump_holds_the_images_of_a_prompt_once(tmp_path):
+    trainer = build("idefics3", tmp_path, seeing.rows(RAGGED), model=seeing.model("idefics3", dtype=torch.float32))
+    trainer.train()
+    torch.save([on_cpu(batch) for batch in trainer.seen], tmp_path / "batches.pt")
+    rows = [row for batch in torch.load(tmp_path / "batches.pt") for row in batch[IMAGES]]
     stored = {row["pixel_values"].data_ptr() for row in rows if "pixel_values" in row}
     assert len(stored) == 3  # one for each prompt that has images, not for each of its completions
 

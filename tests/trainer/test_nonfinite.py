@@ -12,7 +12,6 @@ from grpo_ext.errors import NonFiniteError
 from grpo_ext.train import main
 from grpo_ext.trainer.findings import LARGEST_WEIGHT, BadTensor, ObservedBatch, in_order, overflowed
 from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
-from grpo_ext.trainer.recording import read
 from grpo_ext.trainer.setup import widen_trained
 from support import poisoned, tiny
 from support.dealt import dealing
@@ -62,7 +61,7 @@ def test_the_run_stops_before_the_step_and_names_what_was_first(place, value, st
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{i}" for i in range(1, step)}
     for i in range(1, step):
         assert same(load_file(tmp_path / f"checkpoint-{i}" / "model.safetensors"), clean[i])
-    kept = read(tmp_path / "failures" / f"step_{step}" / "rank_0.pt")
+    kept = torch.load(tmp_path / "failures" / f"step_{step}" / "rank_0.pt")
     assert kept["step"] == step
     assert len(kept["micro_batches"]) == 2
     assert {"completion_ids", "advantages", "per_token_logps", "loss"} <= kept["micro_batches"][0].keys()

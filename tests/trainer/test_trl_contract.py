@@ -32,7 +32,6 @@ CONTRACT = {
     "GRPOTrainer._generate_and_score_completions": "1fa48922792dcd5c",
     "GRPOTrainer._generate_single_turn": "e0f02e4fc094cefd",
     "GRPOTrainer._tokenize_prompts": "d2d27f7c9bfda85f",
-    "GRPOTrainer._get_eval_sampler": "115d885d2f0292c2",
     "GRPOTrainer._get_train_sampler": "36497afb4d311dc9",
     "GRPOTrainer._get_per_token_logps_and_entropies": "ea73c3909275851d",
     "GRPOTrainer._load_optimizer_and_scheduler": "5c1772becdfd7fdb",

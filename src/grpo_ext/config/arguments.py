@@ -195,21 +195,10 @@ class GRPOExtArguments(GRPOConfig):
         "optimizer sees it: 'stop' (default) ends the run on all processes, 'skip' drops the optimizer step (a "
         "reward: the completion counts as not scored). The batch is kept in `output_dir`/failures.",
     )
-    record_batches: int = described(
-        0,
-        "Every how many optimizer steps, from the first on, the batch is written to `output_dir`/batches "
-        "as the loss sees it, for the report: about 25 bytes a token. 0 (default): never.",
-    )
     logging_nan_inf_filter: bool = described(
         False,
         "transformers' filter, which logs a loss of NaN or inf as the mean of those before. False "
         "(default): the log has the loss itself.",
-    )
-
-    push_to_hub_revision: bool = described(
-        False,
-        "Whether the model of each checkpoint goes to a branch of its own, `hub_revision`-step-000000100 "
-        "(`main`, where that is unset). Needs `push_to_hub`.",
     )
 
     @property

@@ -38,6 +38,14 @@ REMOVED = {
     "router_replay": ("it is gone: no engine's routes can be read yet", "Remove it."),
     "replay_batches": ("it is gone: a run trains on what it samples", "Remove it."),
     "probe": ("it is gone: a run logs the seconds of a step's parts", "Train --max_steps 4; read metrics.jsonl."),
+    "push_to_hub_revision": (
+        "it is gone: transformers pushes checkpoints",
+        "Set hub_strategy: every_save (a commit for each checkpoint) or all_checkpoints (a folder for each).",
+    ),
+    "record_batches": (
+        "it is gone: nothing reads recorded batches",
+        "Remove it. A batch with NaN or inf is kept in `output_dir`/failures; log_completions writes completions.",
+    ),
 }
 """Settings of earlier versions of grpo-ext, with reason and cure."""
 

@@ -26,11 +26,7 @@ class Request:
     asked: str
     """`never`, or the absolute path of a checkpoint."""
     step: int
-    """What `output_dir` holds up to this step stays; -1 with `never` or a checkpoint of another folder."""
-    aside: str
-    """Name of the folder in `output_dir` to which the rest is moved."""
-    moved: bool = False
-    """True once they have been moved."""
+    """What `output_dir` holds up to this step stays, the rest is moved aside; -1: nothing stays."""
 
     @property
     def afresh(self) -> bool:
@@ -66,8 +62,4 @@ def noted(output_dir: Path) -> Request | None:
 
 
 def _is_sound(request: Any) -> bool:
-    if not (isinstance(request.asked, str) and type(request.step) is int and isinstance(request.aside, str)):
-        return False
-    return (
-        type(request.moved) is bool and request.aside.startswith(ASIDE) and Path(request.aside).name == request.aside
-    )
+    return isinstance(request.asked, str) and type(request.step) is int

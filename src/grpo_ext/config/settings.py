@@ -252,7 +252,6 @@ SETTINGS: dict[str, Setting] = {
         logging_strategy=Setting(choices=_INTERVALS),
         logging_steps=Setting(NOT_NEGATIVE),
         num_completions_to_print=Setting(NOT_NEGATIVE),  # at 0 only the files are written
-        record_batches=Setting(NOT_NEGATIVE),
         report_to=Setting(choices=(*INTEGRATION_TO_CALLBACK, "all", "none")),
     ),
     # Evaluation.
@@ -272,7 +271,7 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.NOTHING,
         *("enable_jit_checkpoint", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision"),
-        *("push_to_hub", "output_dir", "push_to_hub_revision", "resume_from_checkpoint"),
+        *("push_to_hub", "output_dir", "resume_from_checkpoint"),
         *("save_on_each_node", "save_only_model"),
         hub_strategy=Setting(choices=_values(HubStrategy)),
         save_strategy=Setting(choices=_values(SaveStrategy)),

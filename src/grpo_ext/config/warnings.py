@@ -52,7 +52,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     "fsdp": ("fsdp_config",),
     "rollout_drift above 0 (0 means not checked)": ("rollout_drift_action",),
     "vllm_server_base_url left out, which names host and port itself,": ("vllm_server_host", "vllm_server_port"),
-    "push_to_hub: true": ("hub_", "push_to_hub_"),
+    "push_to_hub: true": ("hub_",),
 }
 """Settings without which others have no effect; a name that ends in _ means all names that begin with it."""
 _ON: dict[str, Callable[[GRPOExtArguments], object]] = {

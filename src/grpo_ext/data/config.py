@@ -14,9 +14,9 @@ from grpo_ext.objective.options import Count, Within, option_defaults
 from grpo_ext.registry import did_you_mean
 
 PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
-GAME, COLOURS = f"{QUICKSTART}guess", f"{QUICKSTART}colours"
+GAME = f"{QUICKSTART}guess"
 """The quickstart's task that has no options."""
-_TASKS = (f"{QUICKSTART}addition", GAME, COLOURS)
+_TASKS = (f"{QUICKSTART}addition", GAME)
 _FAMILIES = {PROCEDURAL.rstrip("/"): "chain_sum", QUICKSTART.rstrip("/"): "addition"}
 """Procedural tasks by the first part of their names, with one of each."""
 NaturalNumber = Annotated[int, Within(least=0.0)]
@@ -172,7 +172,7 @@ def _procedural_problems(config: DataConfig, name: str, dataset_config: str | No
     if name.startswith(QUICKSTART) and config.test_size is not None:
         reason = f"{name!r} brings its own evaluation split"
         found.append(Problem("test_size", config.test_size, reason, "Unset test_size."))
-    if name in (GAME, COLOURS):
+    if name == GAME:
         return found + _unused_kwargs(config, name)
     try:
         given = task_options(config)

@@ -16,7 +16,6 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from grpo_ext.data import files as local_files
 from grpo_ext.data import tables, tasks
 from grpo_ext.data.config import (
-    COLOURS,
     GAME,
     PROCEDURAL,
     QUICKSTART,
@@ -135,10 +134,9 @@ def collecting(found: list[Problem]) -> Iterator[None]:
 
 
 def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split]:
-    from grpo_ext.quickstart import colours, game, task
+    from grpo_ext.quickstart import game, task
 
-    own = {GAME: game.load_game, COLOURS: colours.load_colours}
-    train, test = own[name]() if name in own else task.load(**task_options(config))
+    train, test = game.load_game() if name == GAME else task.load(**task_options(config))
     return Split(train, f"{name}, split train"), Split(test, f"{name}, split test")
 
 
@@ -197,15 +195,15 @@ def load_files(files: list[Path], config: DataConfig, streaming: bool, split: st
     if streaming and split != key:
         raise unusable(source, "a stream has no slices", f"Name the split {key!r}, and set max_samples.")
     places = tuple(files) if split == key else ()
-    texts = {config.prompt_column or "", config.answer_column or "", *PROMPT_COLUMNS, *ANSWER_COLUMNS}
     if kind in (".json", ".jsonl") and streaming:
-        return Split(tables.stream(files, texts), source, places)
+        return Split(tables.stream(files), source, places)
     if kind in (".json", ".jsonl"):
         return Split(
-            call_loader(tables.select, tables.read_rows(files, texts), key, split, source=source), source, places
+            call_loader(lambda: tables.select(tables.read_rows(files), key, split), source=source), source, places
         )
     reading: dict[str, Any] = {}
     if kind == ".csv":
+        texts = {config.prompt_column or "", config.answer_column or "", *PROMPT_COLUMNS, *ANSWER_COLUMNS}
         # pandas would read the answer 007 as 7 and the word None as a missing value
         converters = {name: str for name in local_files.csv_columns(files[0]) if name in texts}
         reading = {"converters": converters, "keep_default_na": False, "na_values": [""]}

@@ -226,30 +226,16 @@ def extract_answer(value: object, plan: Plan) -> object:
         if plan.answer_required:
             raise RowError(f"missing answer ({value!r})", "Fill it in or remove the row.", column)
         return None
+    if type(value) is float and value.is_integer():
+        value = int(value)  # a gap in a column of integers turns the others into floats
     if isinstance(value, int | float):
-        value = number_text(value)
+        value = str(value)
     if plan.answer_format is None:
         return value
     if not isinstance(value, str):
         reason = f"{_short(value)} is not text, as answer_format={plan.answer_format!r} needs"
         raise RowError(reason, "Unset answer_format.", column)
     return ANSWER_FORMATS[plan.answer_format](value, column)
-
-
-class WrittenFloat(float):
-    """A number that keeps its text, which has more digits than a float holds."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-def number_text(value: float) -> str:
-    """Return a number as the text of an answer."""
-    if isinstance(value, WrittenFloat):
-        return value.text
-    if type(value) is float and value.is_integer():
-        value = int(value)  # a gap in a column of integers turns the others into floats
-    return str(value)
 
 
 def gsm8k_answer(text: str, column: str = "answer") -> str:

@@ -1,7 +1,7 @@
 """Evaluate `eval_sets` while a run trains: before its first step, at each set's interval and after its last step."""
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from transformers import Trainer, TrainerCallback, TrainerState
 
@@ -10,7 +10,6 @@ from grpo_ext.data.rows import Row
 from grpo_ext.errors import SamplerLost
 from grpo_ext.evaluation.evaluate import digest, evaluate
 from grpo_ext.evaluation.results import EVALUATION, logged_figures, result, table
-from grpo_ext.evaluation.sampling import HasEngine
 from grpo_ext.tables import show
 
 
@@ -25,7 +24,7 @@ class DuringTraining(TrainerCallback):
         workers: worker processes of the rewards.
     """
 
-    def __init__(self, trainer: HasEngine, sets: list[tuple[EvalSet, list[Row]]], workers: int | None) -> None:
+    def __init__(self, trainer: Any, sets: list[tuple[EvalSet, list[Row]]], workers: int | None) -> None:
         self.trainer, self.sets, self.workers = trainer, sets, workers
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:

@@ -20,7 +20,7 @@ from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import RewardError, SamplerLost, without_secrets
-from grpo_ext.evaluation.sampling import HasEngine, evaluating, length_of, seeded
+from grpo_ext.evaluation.sampling import evaluating, length_of, seeded
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import of_agents
 from grpo_ext.rewards.protocol import ENVIRONMENT
@@ -35,7 +35,7 @@ ANSWER_READ = "answer_parsed"
 
 
 def evaluate(
-    trainer: HasEngine,
+    trainer: Any,
     chosen: EvalSet,
     rows: Sequence[Mapping[str, Any]],
     *,
@@ -103,7 +103,7 @@ def prompts_at_a_time(args: GRPOExtConfig, samples: int, prompts: int) -> int:
 
 
 def _sample(
-    trainer: HasEngine, chosen: EvalSet, rows: Sequence[Mapping[str, Any]], places: range, chunk: int, size: int
+    trainer: Any, chosen: EvalSet, rows: Sequence[Mapping[str, Any]], places: range, chunk: int, size: int
 ) -> tuple[list[Row], dict[str, list[Any]]]:
     """Return samples of the prompts with these `places` in the set, and the columns for rewards.
 
@@ -135,7 +135,7 @@ def _sample(
     return samples, columns | {"completions": completions[: len(real)], "completion_ids": ids[: len(real)]}
 
 
-def _add_rewards(trainer: HasEngine, samples: list[Row], columns: dict[str, list[Any]], runtime: Runtime) -> list[str]:
+def _add_rewards(trainer: Any, samples: list[Row], columns: dict[str, list[Any]], runtime: Runtime) -> list[str]:
     """Add rewards, and the columns that rewards log, to samples; return the errors of rewards that end the run."""
     found: dict[str, Sequence[Any]] = {}
     extras: dict[str, list[Any]] = {}

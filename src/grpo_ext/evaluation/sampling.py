@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,34 +15,8 @@ from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Purpose, derived
 
 
-class HasEngine(Protocol):
-    """The members of a trainer that an evaluation uses."""
-
-    model: Any
-    model_wrapped: Any
-    args: Any
-    accelerator: Any
-    state: Any
-    control: Any
-    acting: Any
-    use_vllm: bool
-    vllm_generation: Any
-    num_generations_eval: Any
-    generation_config: Any
-    generation_kwargs: Any
-    eos_token_ids: Any
-    opened: str
-    collector: Any
-    _tokenizer: Any
-    _metrics: Any
-    _record: Any
-
-    def ends_by_signal(self) -> bool:
-        """Return whether a signal ends the run after its present step."""
-
-
 @contextmanager
-def evaluating(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
+def evaluating(trainer: Any, chosen: EvalSet) -> Iterator[None]:
     """Evaluate and sample by the settings of a set inside the context; restore the trainer's state after it."""
     training, model = trainer.model.training, trainer.model_wrapped
     metrics, group = dict(trainer._metrics["eval"]), temporarily(trainer, num_generations_eval=chosen.samples)
@@ -58,7 +32,7 @@ def evaluating(trainer: HasEngine, chosen: EvalSet) -> Iterator[None]:
 
 
 @contextmanager
-def seeded(trainer: HasEngine, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
+def seeded(trainer: Any, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
     """Sample one chunk of prompts identically on any process; `attempts` are its rows."""
     drawn = derived(Purpose.CHUNK, attempts[0].seed, chunk)
     random.seed(drawn)
@@ -69,7 +43,7 @@ def seeded(trainer: HasEngine, chunk: int, attempts: Sequence[AttemptId]) -> Ite
         yield
 
 
-def _transformers(trainer: HasEngine, chosen: EvalSet) -> AbstractContextManager[None]:
+def _transformers(trainer: Any, chosen: EvalSet) -> AbstractContextManager[None]:
     kwargs = {**trainer.generation_kwargs, "do_sample": chosen.temperature > 0}
     kwargs["max_new_tokens"] = length_of(trainer, chosen)
     for name in ("temperature", "top_p", "top_k", "min_p"):
@@ -78,7 +52,7 @@ def _transformers(trainer: HasEngine, chosen: EvalSet) -> AbstractContextManager
     return temporarily(trainer, generation_config=config, generation_kwargs=kwargs)
 
 
-def _vllm(trainer: HasEngine, chosen: EvalSet) -> AbstractContextManager[None]:
+def _vllm(trainer: Any, chosen: EvalSet) -> AbstractContextManager[None]:
     return temporarily(
         trainer.vllm_generation,
         temperature=chosen.temperature,
@@ -89,6 +63,6 @@ def _vllm(trainer: HasEngine, chosen: EvalSet) -> AbstractContextManager[None]:
     )
 
 
-def length_of(trainer: HasEngine, chosen: EvalSet) -> int:
+def length_of(trainer: Any, chosen: EvalSet) -> int:
     """Return the most tokens of a completion."""
     return chosen.max_completion_length or trainer.args.max_completion_length

@@ -3,7 +3,7 @@
 The sampler's probabilities are normalised over these tokens, so the policy's have to be too: the set is fixed when the
 token is drawn, and the mean importance ratio over draws is 1 for any policy. DeepSeek-V3.2, arXiv:2512.02556.
 
-A completion's sets are one tensor of whole numbers, so that batches, checkpoints and recordings hold them as they are:
+A completion's sets are one tensor of whole numbers, so that batches, checkpoints and dumps hold them as they are:
 the number of tokens, a count for each, and the ids of all. A positive count is that of kept ids; of a larger set the
 ids that were left out are stored, with a negative count. 0: nothing was left out.
 """

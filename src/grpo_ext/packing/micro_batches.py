@@ -38,10 +38,6 @@ class MicroBatch(TypedDict, total=False):
     drawn_per_token_logps: Tensor
     """The sampler's log-probabilities, for diagnostics only: the loss must not build a mask from these."""
     importance_sampling_ratio: Tensor
-    group_rewards: Tensor
-    """Rewards of the row's group, [rows, completions, functions]."""
-    generation_row: Tensor
-    """Number of the row in its generation, over all processes."""
     recorded: Tensor
     """Figures of each row for a diagnosis, [rows, figures, 1]."""
     images: list[RowImages]

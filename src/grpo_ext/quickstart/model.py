@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo_ext.quickstart import colours, game, task
+from grpo_ext.quickstart import game, task
 from grpo_ext.quickstart.cache import building, cached
 
 if TYPE_CHECKING:
@@ -49,14 +49,12 @@ class Lesson(NamedTuple):
         words: words that are one token each, besides the characters.
         demonstrations: function of a seed and a number that returns rows of prompt and completion.
         steps: number of training steps.
-        sees: whether the demonstrations have pictures.
     """
 
     task: str
     words: Sequence[str]
     demonstrations: Callable[[int, int], list[dict[str, Any]]]
     steps: int
-    sees: bool = False
 
 
 ADDITION_MODEL = "quickstart"
@@ -64,7 +62,6 @@ ADDITION_MODEL = "quickstart"
 LESSONS = {
     ADDITION_MODEL: Lesson("addition", ANSWER_TAGS, task.demonstrations, steps=500),
     "quickstart/guess": Lesson("guess", game.WORDS, game.game_demonstrations, steps=400),
-    "quickstart/colours": Lesson("colours", colours.WORDS, colours.colour_demonstrations, steps=250, sees=True),
 }
 """By name of the model."""
 
@@ -112,10 +109,7 @@ def ensure_once(name: str = ADDITION_MODEL) -> Path:
 
 def _fingerprint(seed: int, steps: int) -> str:
     """Return a hash of everything that the weights depend on."""
-    code = [
-        Path(file).read_text(encoding="utf-8")
-        for file in (__file__, *(str(m.__file__) for m in (task, game, colours)))
-    ]
+    code = [Path(str(file)).read_text(encoding="utf-8") for file in (__file__, task.__file__, game.__file__)]
     libraries = {name: version(name) for name in ("torch", "transformers", "trl", "tokenizers")}
     settings = json.dumps([code, libraries, seed, steps], sort_keys=True)
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
@@ -178,12 +172,8 @@ def warm_up(
 
     steps = steps or lesson.steps
     tokenizer = build_tokenizer(lesson.words)
-    if lesson.sees:
-        processor: Any = colours.build_processor(tokenizer)
-        model = colours.build_seeing_model(tokenizer, ARCHITECTURE, seed)
-    else:
-        processor, model = tokenizer, build_model(tokenizer, seed)
-    rows = [_encoded(row, processor) for row in lesson.demonstrations(seed, steps * WARM_UP_BATCH_SIZE)]
+    model = build_model(tokenizer, seed)
+    rows = [_encoded(row, tokenizer) for row in lesson.demonstrations(seed, steps * WARM_UP_BATCH_SIZE)]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).split(WARM_UP_BATCH_SIZE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_UP_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = LambdaLR(optimizer, partial(_warm_up_rate, steps=steps))
@@ -195,31 +185,26 @@ def warm_up(
         schedule.step()
         optimizer.zero_grad()
     model.save_pretrained(directory)
-    processor.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return Path(directory)
 
 
-def _encoded(row: dict[str, Any], processor: Any) -> tuple[list[int], int, Any]:
-    """Return the token ids of a demonstration, the length of its prompt, and its picture for the model or None."""
-    prompt = processor.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-    whole = processor.apply_chat_template(row["prompt"] + row["completion"], tokenize=False)
-    if "image" not in row:
-        return processor(whole)["input_ids"], len(processor(prompt)["input_ids"]), None
-    made, asked = (processor(text=[text], images=row["image"], return_tensors="pt") for text in (whole, prompt))
-    return made["input_ids"][0].tolist(), asked["input_ids"].shape[1], made["pixel_values"]
+def _encoded(row: dict[str, Any], tokenizer: "PreTrainedTokenizerFast") -> tuple[list[int], int]:
+    """Return the token ids of a demonstration, and the length of its prompt."""
+    prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template(row["prompt"] + row["completion"], tokenize=False)
+    return tokenizer(whole)["input_ids"], len(tokenizer(prompt)["input_ids"])
 
 
-def _batch(rows: Sequence[tuple[list[int], int, Any]], pad: int) -> dict[str, Any]:
+def _batch(rows: Sequence[tuple[list[int], int]], pad: int) -> dict[str, Any]:
     """Return a model's arguments for rows of ids and prompt lengths, padded on the right; prompts have no labels."""
     import torch
 
-    longest = max(len(ids) for ids, _, _ in rows)
-    ids = torch.tensor([row + [pad] * (longest - len(row)) for row, _, _ in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row, _, _ in rows])
-    is_prompt = torch.arange(longest) < torch.tensor([[prompt] for _, prompt, _ in rows])
-    made = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(is_prompt | (mask == 0), -100)}
-    pixels = [picture for _, _, picture in rows if picture is not None]
-    return {**made, "pixel_values": torch.cat(pixels)} if pixels else made
+    longest = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([row + [pad] * (longest - len(row)) for row, _ in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row, _ in rows])
+    is_prompt = torch.arange(longest) < torch.tensor([[prompt] for _, prompt in rows])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(is_prompt | (mask == 0), -100)}
 
 
 def _warm_up_rate(step: int, steps: int) -> float:

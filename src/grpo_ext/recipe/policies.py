@@ -22,7 +22,6 @@ from grpo_ext.config.precision import head_problems
 from grpo_ext.config.rules import as_far_as_sound
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.errors import ConfigError, Problem
-from grpo_ext.quickstart import colours
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.loading import load_tokenizer_of
 from grpo_ext.recipe.lora import unmatched
@@ -64,11 +63,8 @@ def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[Inspect
         return policy, problems
     with own_weights():  # ZeRO-3 would partition the model over processes, and it has no data
         if model.model_name_or_path in LESSONS:
-            lesson = LESSONS[model.model_name_or_path]
-            policy.tokenizer = build_tokenizer(lesson.words)
+            policy.tokenizer = build_tokenizer(LESSONS[model.model_name_or_path].words)
             policy.empty = build_model(policy.tokenizer)  # the warm one takes a short training
-            if lesson.sees:
-                colours.build_processor(policy.tokenizer)  # sets its chat template
         else:
             problems += as_far_as_sound(_load(policy, model, training))
         if policy.empty is not None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow
 from pyarrow import parquet
@@ -15,7 +15,6 @@ from grpo_ext.bounded import finite
 from grpo_ext.data.rows import Row
 from grpo_ext.objective.trajectory import BRANCHES
 from grpo_ext.report.reading import COMPLETIONS, RunFolder
-from grpo_ext.report.tokens import TOKEN_VALUES, RecordedCompletion, RunRecordings, evenly, recordings
 from grpo_ext.rewards.text import conversation_text, message_text
 from grpo_ext.terminal import clipped, printable
 
@@ -26,6 +25,7 @@ CLIPS = (6000, 2000, 700, 250)
 _EXTRAS = 12
 _OWN = ("step", "prompt", "completion", "advantage", "reward", "total", BRANCHES)
 
+T = TypeVar("T")
 _Weights = Mapping[str, float | None]
 
 
@@ -38,29 +38,14 @@ def browsed(runs: Sequence[RunFolder], room: int) -> dict[str, Any]:
         total, steps = total + count, steps + files
     names = list(dict.fromkeys(name for row in rows for name in row["parts"]))
     shown: dict[str, Any] = {}
-    for_tokens = min(room // 2, sum(len(embedded(row["tokens"])) for row in rows if "tokens" in row))
     for clip in CLIPS:
         shown = _table(rows, clip)
-        if len(embedded(shown)) <= room - for_tokens:
+        if len(embedded(shown)) <= room:
             break
-    while rows and len(embedded(shown)) > room - for_tokens:
+    while rows and len(embedded(shown)) > room:
         rows = rows[::2]
         shown = _table(rows, CLIPS[-1])
-    shown["kinds"] = _with_tokens(shown["rows"], rows, for_tokens)
     return {**shown, "parts": names, "runs": [printable(run.name) for run in runs], "total": total, "steps": steps}
-
-
-def _with_tokens(shown: Sequence[Row], rows: Sequence[Row], room: int) -> list[str]:
-    """Add values of tokens to evenly chosen rows, within `room`; return the kinds of values."""
-    known = [(into, row["tokens"]) for into, row in zip(shown, rows, strict=True) if "tokens" in row]
-    needed = sum(len(embedded(tokens)) for _, tokens in known)
-    every = max(1, -(-needed // max(1, room)))
-    for into, tokens in known[::every]:
-        values = {**tokens, "text": [printable(text) for text in tokens["text"]]}
-        if (size := len(embedded(values))) <= room:
-            into["tokens"] = values
-            room -= size
-    return list(TOKEN_VALUES) if any("tokens" in row for row in shown) else []
 
 
 def embedded(content: object) -> str:
@@ -76,8 +61,7 @@ def _table(rows: Sequence[Row], clip: int) -> dict[str, Any]:
     for row in rows:
         prompt, completion = clipped(row["prompt"][0], clip, row["prompt"][1]), row["completion"]
         shown = {"prompt": prompts.setdefault(prompt, len(prompts)), "length": completion[1]}
-        kept = {name: value for name, value in row.items() if name != "tokens"}
-        found.append({**kept, **shown, "completion": clipped(completion[0], clip, completion[1])})
+        found.append({**row, **shown, "completion": clipped(completion[0], clip, completion[1])})
     return {"prompts": list(prompts), "rows": found}
 
 
@@ -90,40 +74,35 @@ def _sampled(run: RunFolder, most: int) -> tuple[list[Row], int, int]:
             counts[path] = parquet.read_metadata(path).num_rows
         except (pyarrow.ArrowException, OSError):
             run.notes.append(f"{COMPLETIONS}/{path.name} is not a complete parquet file; it was left out.")
-    recorded, steps = recordings(run.folder, run.notes), {path: _step_of(path) for path in counts}
-    chosen = set(evenly(list(counts), STEPS)) | {path for path in counts if steps[path] in recorded.folders}
-    only_recorded = [step for step in recorded.folders if step not in steps.values()]
-    each = max(1, most // max(1, len(chosen) + len(only_recorded)))
-    rows = []
-    for path in sorted(chosen):
+    chosen = evenly(list(counts), STEPS)
+    rows: list[Row] = []
+    for path in chosen:
         try:
-            rows += _rows(path, each, run, recorded)
+            rows += _rows(path, max(1, most // len(chosen)), run)
         except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
             run.notes.append(f"{COMPLETIONS}/{path.name}: its rows cannot be read ({error}); it was left out.")
-    found = {step: recorded.of(step) for step in only_recorded}
-    for step, completions in found.items():
-        rows += [_from_recording(step, completion, run.rewards) for completion in list(completions.values())[:each]]
-    counted = sum(counts.values()) + sum(map(len, found.values()))
-    return sorted(rows, key=lambda row: row["step"]), counted, len(counts) + len(only_recorded)
+    return sorted(rows, key=lambda row: row["step"]), sum(counts.values()), len(counts)
+
+
+def evenly(things: Sequence[T], most: int) -> list[T]:
+    """Return at most `most` things, evenly spaced, including the first and the last."""
+    if len(things) <= most:
+        return list(things)
+    return [things[i * (len(things) - 1) // (most - 1)] for i in range(most)]
 
 
 def _step_of(path: Path) -> int:
     return int(re.sub(r"\D", "", path.stem)[:15] or 0)
 
 
-def _rows(path: Path, most: int, run: RunFolder, recorded: RunRecordings) -> list[Row]:
+def _rows(path: Path, most: int, run: RunFolder) -> list[Row]:
     file = parquet.read_table(path)
     if missing := [name for name in ("prompt", "completion") if name not in file.column_names]:
         run.notes.append(f"{COMPLETIONS}/{path.name}: no column {' nor '.join(missing)}; it was left out.")
         return []
     indices = _whole_groups([as_text(prompt) for prompt in file["prompt"].to_pylist()], most, path.name)
     parts = _reward_columns(file, run)
-    rows = [_from_table(row, parts, path, run.rewards) for row in file.take(indices).to_pylist()]
-    for place, row in zip(indices, rows, strict=True):
-        same = recorded.of(row["step"]).get(place)
-        if same is not None and row["completion"][0][:500].strip() in same.text:
-            row["tokens"] = same.values
-    return rows
+    return [_from_table(row, parts, path, run.rewards) for row in file.take(indices).to_pylist()]
 
 
 def _whole_groups(prompts: Sequence[str], most: int, seed: str) -> list[int]:
@@ -149,28 +128,21 @@ def _reward_columns(file: pyarrow.Table, run: RunFolder) -> dict[str, str]:
 
 
 def _from_table(row: Mapping[str, Any], parts: Mapping[str, str], path: Path, weights: _Weights) -> Row:
+    """Return what is shown of a completion; its reward is the weighted sum of the known scores."""
     scores = {name: _rounded(row[column]) for name, column in parts.items()}
-    extras = {k: v for k, v in row.items() if k not in (*_OWN, *parts.values()) and v is not None}
-    step = _rounded(row.get("step"))
-    completion = "\n\n".join(filter(None, map(as_text, (row["completion"], row.get(BRANCHES)))))
-    shown = _row(step if step is not None else _step_of(path), row["prompt"], completion, scores, weights)
-    shown["advantage"] = _rounded(row.get("advantage"))
-    shown["extras"] = {clipped(k, 80): clipped(as_text(v), 300) for k, v in list(extras.items())[:_EXTRAS]}
-    return shown
-
-
-def _from_recording(step: int, completion: RecordedCompletion, weights: _Weights) -> Row:
-    shown = _row(step, completion.prompt, completion.text, completion.rewards, weights)
-    return shown | {"advantage": _rounded(completion.advantage), "extras": {}, "tokens": completion.values}
-
-
-def _row(step: float, prompt: object, completion: object, scores: _Weights, weights: _Weights) -> Row:
-    """Return what tables and recordings have in common; the reward is the weighted sum of the known scores."""
     known = {name: score for name, score in scores.items() if score is not None}
     total = sum(score * (1.0 if (w := weights.get(name)) is None else w) for name, score in known.items())
-    parts = {printable(name): score for name, score in scores.items()}
-    texts = {"prompt": _kept(prompt), "completion": _kept(completion)}
-    return {"step": int(step), **texts, "parts": parts, "reward": _rounded(total) if known else None}
+    extras = {k: v for k, v in row.items() if k not in (*_OWN, *parts.values()) and v is not None}
+    step = _rounded(row.get("step"))
+    return {
+        "step": int(step if step is not None else _step_of(path)),
+        "prompt": _kept(row["prompt"]),
+        "completion": _kept("\n\n".join(filter(None, map(as_text, (row["completion"], row.get(BRANCHES)))))),
+        "parts": {printable(name): score for name, score in scores.items()},
+        "reward": _rounded(total) if known else None,
+        "advantage": _rounded(row.get("advantage")),
+        "extras": {clipped(k, 80): clipped(as_text(v), 300) for k, v in list(extras.items())[:_EXTRAS]},
+    }
 
 
 def _kept(value: object) -> tuple[str, int]:

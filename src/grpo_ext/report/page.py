@@ -252,4 +252,4 @@ def _browser(runs: Sequence[RunFolder], room: int) -> dict[str, Any] | None:
     )
     if shown == data["total"]:
         summary = f"All {shown:,} completions that were recorded."
-    return {"summary": summary, "coloured": bool(data["kinds"]), "data": Markup(embedded(data))}
+    return {"summary": summary, "data": Markup(embedded(data))}

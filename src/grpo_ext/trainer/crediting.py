@@ -14,7 +14,6 @@ from grpo_ext.rollout.collected import Collected
 from grpo_ext.rollout.seeing import described
 from grpo_ext.trainer.credit import TRLAdvantages, group_shares, reward_figures
 from grpo_ext.trainer.diagnosis.recording import ROWS, row_record
-from grpo_ext.trainer.recording import with_rewards
 
 
 def assign_credit(
@@ -40,7 +39,6 @@ def assign_credit(
     stock = TRLAdvantages.of(collected.rewards, trainer.reward_weights, group, trainer.objective)
     _log_rewards(trainer, rewards, stock, total, mode)
     if mode == "train":
-        batch |= with_rewards(batch, rewards.to(widest(device)).to(device), rank)
         batch[ROWS] = _row_record(trainer, collected, rewards, total).to(widest(device)).to(device)
     if trainer.objective.stock_advantages and trainer.args.loss_defaults == "trl":
         _note_zero_advantages(trainer, rewards, zero_variance(total), mode)

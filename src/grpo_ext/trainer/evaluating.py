@@ -4,36 +4,20 @@ TRL averages over batches and counts the filler rows of the last batch twice. TR
 first process only, because it takes the number of prompts for the number of completions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.utils.data import Sampler
-from trl.trainer.utils import RepeatSampler, nanstd
+from trl.trainer.utils import nanstd
 
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import widest
 from grpo_ext.trainer.credit import group_shares
-
-
-class SameOrderSampler(RepeatSampler):
-    """TRL's sampler with the same order each time, also where persistent workers keep it between evaluations.
-
-    A prompt of an evaluation is identified by its place in this order.
-    """
-
-    def __init__(self, sampler: Sampler[int]) -> None:
-        vars(self).update(vars(sampler))
-
-    def __iter__(self) -> Iterator[int]:
-        if self.seed is not None and self.shuffle:
-            self.generator.manual_seed(self.seed)
-        return super().__iter__()
 
 
 @dataclass

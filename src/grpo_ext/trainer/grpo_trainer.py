@@ -84,6 +84,7 @@ class GRPOExtTrainer(Lifecycle):
     """
 
     _tag_names = ["trl", "grpo", "grpo-ext"]  # noqa: RUF012 (TRL's own declaration)
+    _paper = {}  # noqa: RUF012 (TRL's own declaration; the card names the loss's source)
     _entropy_window_stats: Any
     router_aux_loss_coef: Any
     vllm_generation: Any

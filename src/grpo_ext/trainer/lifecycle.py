@@ -13,17 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput, has_length
+from transformers.utils.hub import hf_api
 
 from grpo_ext.bounded import remove_link
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.engines import check_started
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.errors import ConfigError, RolloutDrift, SamplerLost, ServerLost
+from grpo_ext.errors import ConfigError, Problem, RolloutDrift, SamplerLost, ServerLost
 from grpo_ext.objective.objective import Objective
 from grpo_ext.packing.together import is_out_of_memory
 from grpo_ext.rollout.random_streams import random_streams_kept
@@ -31,14 +33,14 @@ from grpo_ext.rollout.seeds import AttemptId, Source, numbered
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.tables import show
 from grpo_ext.terminal import safe_output
-from grpo_ext.trainer import card, findings, in_flight, saving
+from grpo_ext.trainer import findings, in_flight, saving
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.callbacks import completions_table
 from grpo_ext.trainer.checkpoints import processes, state, writing
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
 from grpo_ext.trainer.checkpoints.processes import everywhere
 from grpo_ext.trainer.checkpoints.starting import start
-from grpo_ext.trainer.evaluating import EvalRows, Evaluated, SameOrderSampler
+from grpo_ext.trainer.evaluating import EvalRows, Evaluated
 from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
 from grpo_ext.trainer.notices import without_notices
@@ -234,21 +236,26 @@ class Lifecycle(GRPOTrainer):
     def create_model_card(  # type: ignore[override]  # TRL's, which takes less than transformers'
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Write README.md into `output_dir`."""
-        named = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-        self._writer.attempt(saving.write_card, self, Path(str(self.args.output_dir)), **named)
+        """Write TRL's card into `output_dir`, with a section about the loss and the figures of the run."""
+        name = model_name or Path(str(self.hub_model_id or self.args.output_dir)).name
+        self._writer.attempt(saving.write_card, self, partial(super().create_model_card, name, dataset_name, tags))
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the repository and the branch that the run pushes to.
+        """Create the repository, and the branch `hub_revision`: transformers' push to a missing branch would fail.
 
         Raises:
             ConfigError: the hub cannot be reached, or refuses.
         """
-        if self.is_world_process_zero():
-            card.make_repository(self.args)
-        super().init_hf_repo(token)
-        if self.is_world_process_zero():
-            card.make_branch(self, self.args.hub_revision)
+        try:
+            super().init_hf_repo(token)
+            if self.args.hub_revision and self.is_world_process_zero():
+                branch, token = self.args.hub_revision, token or self.args.hub_token
+                hf_api().create_branch(str(self.hub_model_id), branch=branch, token=token, exist_ok=True)
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = f"the hub cannot be reached, or refuses ({detail})"
+            cure = "Check hub_model_id, the token (hf auth whoami) and the network, or set push_to_hub: false."
+            raise ConfigError([Problem("push_to_hub", True, reason, cure)]) from error
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
@@ -352,9 +359,6 @@ class Lifecycle(GRPOTrainer):
         metrics, name = self._metrics["eval"], prefix.removeprefix("eval").strip("_")
         for figure in list(metrics) if name and prefix.startswith("eval_") else ():
             metrics[f"{name}_{figure}"] = metrics.pop(figure)
-
-    def _get_eval_sampler(self, eval_dataset: object) -> SameOrderSampler:
-        return SameOrderSampler(super()._get_eval_sampler(eval_dataset))
 
     @property
     def _uses(self) -> int:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, gather_object
@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from grpo_ext.bounded import write_text
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
+from grpo_ext.trainer import dump
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.diagnosis.recording import gradient_figures, is_logged
 from grpo_ext.trainer.findings import HOW_TO_LOOK, BadTensor, ObservedBatch, in_order, value_in
-from grpo_ext.trainer.recording import Recorded, Recorder, file_of, origin, taken, write
 from grpo_ext.trainer.signals import signals
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,6 @@ IN_A_ROW = 3
 SKIPPED = "nonfinite/skipped_steps"
 
 
-class Guarded(Recorded, Protocol):
-    """The members of a trainer that the guard reads."""
-
-    current_gradient_accumulation_steps: int
-    optimizer: Any
-    _metrics: Any
-
-
 class NonFiniteGuard:
     """Decides on all processes, before each optimizer step, whether to make it.
 
@@ -54,7 +46,7 @@ class NonFiniteGuard:
         updating: whether the optimizer may be changing the weights; the end of the step resets it.
     """
 
-    def __init__(self, trainer: Guarded) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer, self.skips = trainer, trainer.args.on_nonfinite == "skip"
         self.start()
 
@@ -63,7 +55,6 @@ class NonFiniteGuard:
         self.window: deque[ObservedBatch] = deque()
         self._bad: Tensor | None = None
         self._computed: dict[str, Tensor] = {}
-        self._recorder = Recorder(self.trainer)
         self.skipped = self._in_a_row = self.requested = 0
         self.updating = False
         self.skipped_since_log = False
@@ -149,7 +140,6 @@ class NonFiniteGuard:
         sound = not any(forward or gradient for forward, gradient, _ in verdicts)
         if sound:
             self._in_a_row = 0
-            self._recorder.keep(self.window, norm)
         else:
             in_a_forward = any(forward for forward, *_ in verdicts)
             self._unsound(named, mine=bool(verdicts[accelerator.process_index][0]) or not in_a_forward)
@@ -243,9 +233,9 @@ class NonFiniteGuard:
 
     def save(self, found: dict[str, Any], window: Sequence[ObservedBatch] = ()) -> str:
         """Write this rank's findings and batch; return a sentence if that failed, and "" otherwise."""
-        path = file_of(self.folder.parent, self.step, self._rank)
+        path = self.folder / f"rank_{self._rank}.pt"
         try:
-            write(path, (taken(self.trainer, window) if window else origin(self.trainer)) | found)
+            dump.write(path, dump.content(self.trainer, window) | found)
             write_text(path.parent / "README.txt", HOW_TO_LOOK.format(step=self.step))
         except Exception as error:  # a full disk must not hide what was found
             return f"The batch could not be saved to {path} ({error})."

@@ -15,6 +15,7 @@ from grpo_ext.rollout.random_streams import random_state
 from grpo_ext.trainer import card, in_flight
 from grpo_ext.trainer.checkpoints import identity, processes, state, writing
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
+from grpo_ext.trainer.checkpoints.finish import CARD
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST
 from grpo_ext.trainer.checkpoints.processes import agreed
 from grpo_ext.trainer.findings import check_weights
@@ -80,8 +81,6 @@ def save_checkpoint(trainer: Any, trial: Any, stock: Callable[[], None]) -> None
         writer.attempt_shared(writing.settle, folder, final, run, facts, args.save_total_limit)
     if args.push_to_hub:
         trainer._push_from_checkpoint(str(final))
-    if args.push_to_hub_revision and trainer.is_world_process_zero():
-        card.push_revision(trainer, final)
 
 
 def _save_own(trainer: Any, folder: Path) -> None:
@@ -89,7 +88,6 @@ def _save_own(trainer: Any, folder: Path) -> None:
     save_objective(trainer, folder)
     if trainer.args.should_save:
         identity.write_record(folder, trainer._record or {})
-        write_card(trainer, folder)
         if trainer._initial is not None:
             trainer._initial.write(folder)
     epoch, began = trainer._epoch_began
@@ -142,9 +140,9 @@ def save_final(trainer: Any, final: Path) -> None:
     with writer.reporting(final, final), writer.aside(), processes.gathered(trainer):
         writer.attempt(trainer.save_model, str(folder), _internal_call=True)  # without a push
         writer.attempt(save_objective, trainer, folder)
-        writer.attempt(write_card, trainer, folder)
     with writer.reporting(final, final):
         writer.attempt_shared(writer.publish, folder, final)
+        trainer.create_model_card()
 
 
 def save_objective(trainer: Any, folder: Path) -> None:
@@ -153,10 +151,13 @@ def save_objective(trainer: Any, folder: Path) -> None:
         write_text(folder / OBJECTIVE_FILE, json.dumps(trainer.objective.to_dict(), indent=2))
 
 
-def write_card(trainer: Any, folder: Path, **kwargs: Any) -> None:
-    """Write README.md into a folder; takes TRL's keywords."""
+def write_card(trainer: Any, stock: Callable[[], None]) -> None:
+    """Write TRL's model card by `stock`, and add the section with the loss and figures of the run."""
     if trainer.is_world_process_zero():
-        card.write(trainer, folder, trainer._record or run_identity(trainer), **kwargs)
+        stock()
+        path, run = Path(trainer.args.output_dir) / CARD, trainer.state
+        section = card.results(trainer.objective, (run.global_step, run.max_steps), run.log_history)
+        write_text(path, path.read_text(encoding="utf-8") + section)
 
 
 def run_identity(trainer: Any) -> dict[str, Any]:

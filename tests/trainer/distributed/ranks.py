@@ -290,28 +290,6 @@ def resume(folder: str, *cases: str) -> None:
         print(f"{case}: equal on process {PartialState().process_index} of {PartialState().num_processes}", flush=True)
 
 
-# Recorded.
-
-
-RECORDED = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-    "max_steps": 2,
-    "learning_rate": 0.02,
-    "save_strategy": "steps",
-    "save_only_model": True,
-    "save_steps": 1,
-    "loss_type": "dapo",
-    "beta": 0.1,
-    "record_batches": 1,
-}
-
-
-SAMPLED = {"rollout": scripted_rollout}, {"top_p": 0.7, "temperature": 1.2}
-"""Where completions come from: a script, or a truncated sampler."""
-
-
 # Dynamic sampling.
 
 

@@ -22,7 +22,7 @@ FINISHED_FILE = "finished.json"
 METRICS_FILE = "metrics.jsonl"
 CARD = "README.md"
 """The model card, which a person may edit later."""
-RECORDS = ("evaluation", "completions", "batches", "failures", "reward_failures")
+RECORDS = ("evaluation", "completions", "failures", "reward_failures")
 """Folders in output_dir that hold files or folders for each step."""
 _OF_A_STEP = re.compile(r"(?:step_?|completions_)(\d+)")
 
@@ -159,24 +159,18 @@ def move_aside(output_dir: Path, aside: str, step: int = -1) -> bool:
     names = dict.fromkeys([*content["files"], OBJECTIVE_FILE, METRICS_FILE, CARD])
     beside = [output_dir / name for name in names if (output_dir / name).exists() and _lies_in(output_dir, name)]
     found = (*beside, *_recorded_after(step, output_dir), *checkpoints, *ended)
-    moved = [path for path in found if _moved(path, output_dir / aside, output_dir)]
-    if moved:
+    for path in found:
+        place = output_dir / aside / path.relative_to(output_dir)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(place)
+    if found:
         sync(output_dir / aside)
         sync(output_dir)
-    return bool(moved)
+    return bool(found)
 
 
 def _recorded_after(step: int, output_dir: Path) -> list[Path]:
-    """Return evaluations, completions and batches of later steps, which the run will write again."""
+    """Return evaluations, completions and failures of later steps, which the run will write again."""
     found = [path for folder in RECORDS for path in (output_dir / folder).rglob("*")]
     steps = {path: _OF_A_STEP.match(path.name) for path in found}
     return sorted(path for path, match in steps.items() if match and int(match[1]) > step)
-
-
-def _moved(path: Path, aside: Path, output_dir: Path) -> bool:
-    place = aside / path.relative_to(output_dir)
-    if os.path.lexists(place):  # moved before a kill; the file here was written later
-        return False
-    place.parent.mkdir(parents=True, exist_ok=True)
-    path.rename(place)
-    return True

@@ -55,10 +55,10 @@ def beginning(args: GRPOExtConfig, here: Mapping[str, Any]) -> Beginning:
 
 def _beginning(output_dir: Path, asked: object, here: Mapping[str, Any]) -> Beginning:
     recover(output_dir)
-    before, wanted = noted(output_dir), _wanted(output_dir, asked)
+    before, wanted = noted(output_dir), requested(asked)
     if wanted is None:
         return _continued(output_dir, here)
-    if before is not None and before.moved and before.asked == wanted:
+    if before is not None and before.asked == wanted:
         try:
             return replace(_continued(output_dir, here), repeated=_repeated(output_dir, asked))
         except ConfigError as error:  # a changed recipe or damaged checkpoints, which `never` cures
@@ -66,12 +66,6 @@ def _beginning(output_dir: Path, asked: object, here: Mapping[str, Any]) -> Begi
                 raise
             logger.warning(f"{error}\n--resume_from_checkpoint {FRESH_START} starts from the beginning.")
     return _checked(_going_back(output_dir, wanted), here)
-
-
-def _wanted(output_dir: Path, asked: object) -> str | None:
-    """Return `never`, a checkpoint, or None for the newest: what is asked for, else what a killed command began."""
-    before = noted(output_dir)
-    return requested(asked) or (None if before is None or before.moved else before.asked)
 
 
 def _continued(output_dir: Path, here: Mapping[str, Any]) -> Beginning:
@@ -120,14 +114,9 @@ def _repeated(output_dir: Path, asked: object) -> str:
 
 def _going_back(output_dir: Path, wanted: str) -> Beginning:
     """Return a beginning at `wanted`, with the request to move aside what is newer."""
-    before, checkpoint = noted(output_dir), None if wanted == FRESH_START else named(Path(wanted))
-    if before is not None and not before.moved and before.asked == wanted:  # a kill has interrupted it
-        return Beginning(checkpoint, request=before)
+    checkpoint = None if wanted == FRESH_START else named(Path(wanted))
     step = -1 if checkpoint is None else _last_kept(Path(checkpoint), output_dir)
-    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
-    names = (f"{ASIDE}{stamp}{f'-{i}' if i else ''}" for i in range(1000))
-    aside = next(name for name in names if not (output_dir / name).exists())
-    return Beginning(checkpoint, request=Request(wanted, step, aside))
+    return Beginning(checkpoint, request=Request(wanted, step))
 
 
 def _last_kept(checkpoint: Path, output_dir: Path) -> int:
@@ -143,17 +132,15 @@ def make_room(args: GRPOExtConfig, begin: Beginning) -> str | None:
 
 
 def _carried_out(output_dir: Path, request: Request) -> str | None:
-    """Carry out a request; after a kill at any moment, the next command finds the record and does the rest."""
+    """Carry out a request, then record it: after a kill, the same command moves the rest."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    _note(output_dir, request)
-    moved = move_aside(output_dir, request.aside, request.step)
-    _note(output_dir, replace(request, moved=True))
-    what = f"What is newer than {request.asked}" if request.step >= 0 else f"The run that was in {output_dir}"
-    return f"{what} is now in {output_dir / request.aside}." if moved else None
-
-
-def _note(output_dir: Path, request: Request) -> None:
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
+    names = (f"{ASIDE}{stamp}{f'-{i}' if i else ''}" for i in range(1000))
+    aside = next(name for name in names if not (output_dir / name).exists())
+    moved = move_aside(output_dir, aside, request.step)
     write_synced(output_dir / REQUEST_FILE, json.dumps(asdict(request) | {"asked": relative_to(request, output_dir)}))
+    what = f"What is newer than {request.asked}" if request.step >= 0 else f"The run that was in {output_dir}"
+    return f"{what} is now in {output_dir / aside}." if moved else None
 
 
 # Each start of the trainer.
@@ -185,10 +172,9 @@ def _start(output_dir: Path, asked: object, here: Mapping[str, Any]) -> str | No
 
 def _asked_by_a_script(output_dir: Path, asked: object) -> Beginning:
     recover(output_dir)
-    before, wanted = noted(output_dir), _wanted(output_dir, asked)
-    if asked is None or requested(asked) == FRESH_START:
-        interrupted = before is not None and not before.moved
-        return _going_back(output_dir, FRESH_START) if interrupted or numbered(output_dir) else Beginning()
+    wanted = requested(asked)
+    if asked is None or wanted == FRESH_START:
+        return _going_back(output_dir, FRESH_START) if numbered(output_dir) else Beginning()
     begin = Beginning(_newest(output_dir)) if wanted is None else _going_back(output_dir, wanted)
     if begin.checkpoint is None:
         cure = "Leave it out to start from the beginning."

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
@@ -31,26 +30,6 @@ logger = logging.getLogger(__name__)
 
 _TABLE = ("prompt", "completion", "advantages")
 """Columns of TRL's table of completions; `rewards` and `extra` hold further ones, images are not kept."""
-
-
-class HasState(Protocol):
-    """The attributes of a trainer that its next step depends on."""
-
-    accelerator: Accelerator
-    args: GRPOExtConfig
-    num_iterations: int
-    ref_model: Any
-    _advantage_monitor: Any
-    _drift: Any
-    _generation: Any
-    _globalstep_last_logged: int
-    _group_means: Any
-    _logs: dict[str, Any]
-    _metrics: dict[str, Any]
-    collector: Any
-    _step: int
-    _total_loss_scalar: float
-    _tr_loss: Tensor
 
 
 @dataclass
@@ -90,7 +69,7 @@ def accept_numbered_cpu() -> None:
     )
 
 
-def write(trainer: HasState, folder: Path, place: tuple[int, int]) -> None:
+def write(trainer: Any, folder: Path, place: tuple[int, int]) -> None:
     """Write this process's state.
 
     Args:
@@ -105,7 +84,7 @@ def write(trainer: HasState, folder: Path, place: tuple[int, int]) -> None:
     _write_reference(trainer, folder)
 
 
-def read(folder: Path, trainer: HasState) -> dict[str, Any] | None:
+def read(folder: Path, trainer: Any) -> dict[str, Any] | None:
     """Return this process's state; None, with a warning, if the checkpoint was made by another split of the batch."""
     path, accelerator = _file(folder, trainer.accelerator.process_index), trainer.accelerator
     state = torch.load(path, map_location=accelerator.device, weights_only=True) if path.exists() else {}
@@ -127,7 +106,7 @@ def read(folder: Path, trainer: HasState) -> dict[str, Any] | None:
     return None
 
 
-def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[list[Any], list[StepTotals]]:
+def restore(trainer: Any, state: dict[str, Any], folder: Path) -> tuple[list[Any], list[StepTotals]]:
     """Restore what `write` saved; return the micro-batches and totals of a generation that was in use, else []."""
     go_back(trainer, state)
     fill_table(trainer._logs, state["table"])
@@ -135,7 +114,7 @@ def restore(trainer: HasState, state: dict[str, Any], folder: Path) -> tuple[lis
     return state["micro_batches"], [StepTotals(*row) for row in state["totals"]]
 
 
-def go_back(trainer: HasState, state: Mapping[str, Any]) -> None:
+def go_back(trainer: Any, state: Mapping[str, Any]) -> None:
     """Restore what `of` returned."""
     trainer._step = state["step"]
     trainer._metrics["train"].clear()
@@ -155,13 +134,13 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"run_state_{rank}.pt"
 
 
-def _split(trainer: HasState) -> list[int]:
+def _split(trainer: Any) -> list[int]:
     args = trainer.args
     sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, int(args.steps_per_generation or 1)
     return [trainer.accelerator.num_processes, *sizes, trainer.num_iterations]
 
 
-def of(trainer: HasState) -> dict[str, Any]:
+def of(trainer: Any) -> dict[str, Any]:
     """Return this process's state between two optimizer steps, for `go_back`."""
     generation = trainer._generation
     closed = trainer._step % (int(trainer.args.steps_per_generation or 1) * trainer.num_iterations) == 0
@@ -274,23 +253,23 @@ def load_renamed(model: PreTrainedModel, folder: Path, missing: Sequence[str]) -
 # A reference that follows the policy (`sync_ref_model`).
 
 
-def _reference_file(trainer: HasState, folder: Path) -> Path:
+def _reference_file(trainer: Any, folder: Path) -> Path:
     sharded = any(is_sharded(parameter) for parameter in _reference(trainer).values())
     return folder / (f"reference_{trainer.accelerator.process_index}.pt" if sharded else "reference.pt")
 
 
-def _reference(trainer: HasState) -> dict[str, Any]:
+def _reference(trainer: Any) -> dict[str, Any]:
     follows = trainer.args.sync_ref_model and trainer.ref_model is not None
     return dict(trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters()) if follows else {}
 
 
-def _write_reference(trainer: HasState, folder: Path) -> None:
+def _write_reference(trainer: Any, folder: Path) -> None:
     parameters, path = _reference(trainer), _reference_file(trainer, folder)
     if parameters and (trainer.args.should_save or path.name != "reference.pt"):
         torch.save({name: local(parameter) for name, parameter in parameters.items()}, path)
 
 
-def _restore_reference(trainer: HasState, folder: Path) -> None:
+def _restore_reference(trainer: Any, folder: Path) -> None:
     parameters = _reference(trainer)
     if not parameters:
         return
