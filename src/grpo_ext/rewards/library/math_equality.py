@@ -1,7 +1,6 @@
 """Compare two final answers by math-verify, with stricter rules where it is too lenient."""
 
 import logging
-import random
 import re
 import threading
 import time
@@ -10,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from grpo_ext.rewards.library.math_equations import EQUALS, items_of, solutions
 from grpo_ext.rewards.library.math_units import units_agree
 
 T = TypeVar("T")
 TIME_LIMIT = 5
 """Time limit on a call of math-verify."""
 MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: longer text is prose or an attempt to stall the parser
+EQUALS = re.compile(r"(?<![<>!:])=(?![^{}]*\})")  # not in braces, such as the bounds of a sum
 RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _FACTORS = re.compile(r"(?<=\))\s*(?=\()|(?<=\d)(?<![\w.\\^_{]\d)\s*(?=\()")
@@ -32,8 +31,8 @@ class OutOfTime(Exception):
 class MathValue:
     """A final answer: a formula that math-verify reads, and whether a percent sign followed it.
 
-    `symbol` is the x of x = 5, `base` the 2 of 101_2, `unit` the cm of 5 cm, `option` the B of (B) 12, "" where there
-    is none; a `word` replaces the formula; `pair` is the 2,1 of a number with a decimal comma.
+    `symbol` is the x of x = 5, or the (a,b) of a = 3, b = 5; `base` the 2 of 101_2, `unit` the cm of 5 cm, `option`
+    the B of (B) 12, "" where there is none; a `word` replaces the formula.
     """
 
     formula: str
@@ -43,7 +42,6 @@ class MathValue:
     word: str = ""
     unit: str = field(default="", compare=False)
     option: str = field(default="", compare=False)
-    pair: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         """Return it for people."""
@@ -67,34 +65,24 @@ def equal(gold: MathValue, answer: MathValue) -> bool:
     """
     if gold.word or answer.word:
         return gold.word == answer.word
-    letter = answer.formula.strip("$() ").upper()
+    letter, own = (value.formula.strip("$() ").upper() for value in (answer, gold))
     if gold.option and (answer.option not in ("", gold.option) or letter in _OPTIONS):
         return letter == gold.option
-    if answer.option and not gold.option and (own := gold.formula.strip("$() ")) in _OPTIONS:
+    if answer.option and not gold.option and own in _OPTIONS:
         return own == answer.option
     if answer.base not in ("", gold.base) or not units_agree(gold.unit, answer.unit):
         return False
-    if answer.pair and len(items_of(gold.formula.strip("$"))) == 2:  # 2,1 where the reference is the list 1, 2
-        answer = MathValue(f"${answer.pair}$")
     if RATIO.fullmatch(gold.formula) or RATIO.fullmatch(answer.formula):
         return _same_ratio(gold.formula, answer)
-    if _is_equation(gold) and not _is_equation(answer):
-        symbols, rows = solutions(gold.formula.strip("$"))
-        if rows and answer.symbol in ("", symbols):
-            return _same_rows(rows, answer.formula.strip("$"))
     if (gold.symbol and answer.symbol and gold.symbol != answer.symbol) or _is_equation(gold) or _is_equation(answer):
         gold, answer = _as_equation(gold), _as_equation(answer)
+    if _is_equation(gold) != _is_equation(answer):
+        return False
+    if gold.symbol.startswith("(") and not answer.symbol and not answer.formula.startswith("$("):
+        answer = MathValue(f"$({answer.formula.strip('$')})$")
     if gold.percent == answer.percent:
         gold, answer = MathValue(gold.formula), MathValue(answer.formula)
     return any(_same(g, a) for g in _readings(gold) for a in _readings(answer))
-
-
-def same_formula(gold: str, answer: str) -> bool:
-    """Return math-verify's verdict on two expressions as they are written; relations, sets and lists are none."""
-    import sympy
-
-    parsed = [_parse(f"${text}$") for text in (gold, answer)]
-    return all(isinstance(value, sympy.Expr) for value in parsed) and _same(*parsed)
 
 
 def _same_ratio(gold: str, answer: MathValue) -> bool:
@@ -110,20 +98,18 @@ def _same_ratio(gold: str, answer: MathValue) -> bool:
     return len(given) == len(parts) and all(g * parts[0] == p * given[0] for g, p in zip(given, parts, strict=True))
 
 
-def _same_rows(rows: list[list[str]], answer: str) -> bool:
-    """Return whether a list without names has the values of a solved system: 4, 5 or (4, 5), or one tuple each."""
-    tuples = [f"({', '.join(row)})" for row in rows]
-    if len(rows) == 1 and len(items_of(answer)) > 1:
-        answer = f"({answer})"
-    return equal(MathValue(f"${', '.join(tuples)}$"), MathValue(f"${answer}$"))
-
-
 def _is_equation(value: MathValue) -> bool:
     return EQUALS.search(value.formula) is not None
 
 
 def _as_equation(value: MathValue) -> MathValue:
-    return MathValue(f"${value.symbol} = {value.formula.strip('$')}$", value.percent) if value.symbol else value
+    """Return x = 5, or the equations a = 3, b = 5 of a system."""
+    names, values = value.symbol.strip("()").split(","), value.formula.strip("$")
+    if not value.symbol:
+        return value
+    sides = [values] if len(names) == 1 else values[1:-1].split(",")
+    equations = [" = ".join(side) for side in zip(names, sides, strict=False)]
+    return MathValue(f"${', '.join(equations)}$", value.percent)
 
 
 def _readings(value: MathValue) -> list[Any]:
@@ -143,8 +129,7 @@ def _parse(formula: str) -> Any:
         return (sympy.Float if re.search(r"[.eE]", formula) else sympy.Integer)(number[1])
     if len(formula) > (MAX_MATRIX if r"\begin" in formula else MAX_FORMULA):
         return None
-    formula = _FACTORS.sub(r"\\cdot ", formula)
-    latex = _both_signs(formula) if formula.startswith("$") else f"${formula}$"
+    latex = _FACTORS.sub(r"\\cdot ", f"${formula.strip('$')}$")
     # Units are removed already; math-verify may mistake a factor for one: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))
@@ -175,32 +160,18 @@ def _limited(function: Callable[[int | None], T]) -> T:
     return result
 
 
-def _both_signs(formula: str) -> str:
-    r"""Replace an item with \pm in a list by two items; math-verify reads \pm only outside of lists."""
-    items = items_of(formula.strip("$"))
-    if r"\pm" not in formula or len(items) < 2:
-        return formula
-    signed = [[item.replace(r"\pm", sign) for sign in "+-"] if r"\pm" in item else [item] for item in items]
-    return f"${', '.join(part for parts in signed for part in parts)}$"
-
-
 def _same(gold: Any, answer: Any) -> bool:
     from math_verify.utils import timeout
 
-    golds, answers = _relations(gold), _relations(answer)
-    if _solved(golds) and not _solved(answers):
-        return False
-    if any(relation.is_Equality for relation in golds):
-        try:
-            return _limited(lambda seconds: timeout(seconds)(_same_equations)(golds, answers))
-        except (ArithmeticError, AttributeError, TypeError, ValueError):
-            return False
     gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
     if _verified(gold, answer):
+        if getattr(gold, "is_Equality", False) and getattr(answer, "is_Equality", False):
+            return _limited(lambda seconds: timeout(seconds)(_proportional)(gold, answer))
         return _near(gold, answer)
     if _has_decimal(gold, answer) and _near(gold, answer, 1e-9):  # 6.02e23, where 6 decimals are too many
         return True
-    return all(map(_has_root, (gold, answer))) and _verified(*map(_of_positive_symbols, (gold, answer)))
+    positive = [_of_positive_symbols(value) for value in (gold, answer)]
+    return positive != [gold, answer] and _verified(*positive)
 
 
 def _verified(gold: Any, answer: Any) -> bool:
@@ -209,19 +180,12 @@ def _verified(gold: Any, answer: Any) -> bool:
     return _limited(lambda seconds: verify(gold, answer, timeout_seconds=seconds, allow_set_relation_comp=True))
 
 
-def _has_root(value: Any) -> bool:
-    r"""Return whether it has symbols, and a root or logarithm, so that \sqrt{1/m} is 1/\sqrt{m} only where m > 0."""
-    import sympy
-
-    return bool(getattr(value, "free_symbols", None)) and any(
-        isinstance(part, sympy.log) or (part.is_Pow and part.exp.is_Rational and not part.exp.is_Integer)
-        for part in sympy.preorder_traversal(value)
-    )
-
-
 def _of_positive_symbols(value: Any) -> Any:
+    r"""Return a formula with a root or logarithm as if its symbols were positive, so that \sqrt{1/m} is 1/\sqrt{m}."""
     import sympy
 
+    if not isinstance(value, sympy.Expr) or value.has(sympy.Abs):
+        return value
     return value.subs({symbol: sympy.Symbol(symbol.name, positive=True) for symbol in value.free_symbols})
 
 
@@ -233,48 +197,12 @@ def _as_tuple(value: Any, other: Any) -> Any:
     return sympy.Tuple(*value) if is_vector and not isinstance(other, (sympy.MatrixBase, sympy.MatrixExpr)) else value
 
 
-def _relations(parsed: Any) -> list[Any]:
-    """Return the equations and inequalities of a relation, a chain or a list."""
-    import sympy
-
-    parts = parsed.args if isinstance(parsed, (sympy.And, sympy.FiniteSet)) else [parsed]
-    return list(parts) if any(getattr(part, "is_Relational", False) for part in parts) else []
-
-
-def _solved(relations: list[Any]) -> bool:
-    """Return whether each relation is solved for one symbol, such as x = 5, x > 3 or -x < -3, unlike -x = 5."""
-    return all(
-        len(r.free_symbols) == 1
-        and any(side.is_Symbol or (side.is_Mul and (-side).is_Symbol and not r.is_Equality) for side in r.args)
-        for r in relations
-    )
-
-
-def _same_equations(golds: list[Any], answers: list[Any]) -> bool:
-    """Return whether two lists contain the same equations in any order."""
-    left = list(answers)
-    for gold in golds:
-        match = next((answer for answer in left if _proportional(gold, answer)), None)
-        if match is None:
-            return False
-        left.remove(match)
-    return not left
-
-
 def _proportional(gold: Any, answer: Any) -> bool:
-    """Return whether two equations differ by a nonzero factor: their numerators have one quotient at five points."""
+    """Return whether equations differ by a nonzero factor; math-verify takes any two without a solution for equal."""
     import sympy
 
-    if not (gold.is_Equality and answer.is_Equality):
-        return bool(gold == answer)
     first, second = (sympy.together(equation.lhs - equation.rhs).as_numer_denom()[0] for equation in (gold, answer))
-    symbols = sorted(first.free_symbols | second.free_symbols, key=str)
-    draw = random.Random(0)
-    quotients = []
-    for _ in range(5):
-        point = {symbol: sympy.Rational(draw.randint(10_000, 30_000), 10_000) for symbol in symbols}
-        quotients.append(complex((first.subs(point) / second.subs(point)).evalf(20)))
-    return bool(quotients[0]) and all(abs(q / quotients[0] - 1) < 1e-9 for q in quotients)
+    return bool(sympy.cancel(first / second).is_number) if second != 0 else False
 
 
 def _has_decimal(*values: Any) -> bool:
