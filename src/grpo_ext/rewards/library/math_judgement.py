@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from grpo_ext.rewards.library.math_copies import copied, question_of
-from grpo_ext.rewards.library.math_equality import MathValue, OutOfTime, equal, readable
+from grpo_ext.rewards.library.math_equality import MathValue, equal, readable
 from grpo_ext.rewards.library.math_marks import Found, answer_of, answer_part, find
 from grpo_ext.rewards.library.math_notation import in_point_notation, tidy
 from grpo_ext.rewards.library.math_values import after_phrase, read, stated
@@ -17,7 +17,7 @@ from grpo_ext.rewards.text import Completion
 OUT_OF_TIME = "[time limit]"
 NO_ANSWER = "[no answer]"
 _MOST_VALUES = 8
-_PAIR = re.compile(r"([\s${]*-?\d+(?:\{(?=,))?),\}?(-?\d+[\s$}]*)")
+_PAIR = re.compile(r"\A([\s$]*-?\d+)\{?,\}?(-?\d+[\s$]*)\Z")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def judge(
         right = same or equal(reference.value, answer)
         right = right and not copied(reference.value, answer, question, formulas=not copied_formulas)
         return Judgement(float(right), str(reference), shown)
-    except OutOfTime:
+    except TimeoutError:
         return Judgement(0.0, str(reference), OUT_OF_TIME)
     except Exception as error:  # sympy raises many things on strange answers; an answer must not avoid its 0 that way
         return Judgement(0.0, str(reference), f"[{type(error).__name__}]")
@@ -93,7 +93,7 @@ def _read(found: Found, question: str, decimal_comma: bool, reference: Reference
     """Return the one value of all marks, or of the list that they form; None for several."""
     contents = tuple(map(in_point_notation, found.contents)) if decimal_comma else found.contents
     if reference and reference.value and "," in reference.value.formula:  # 2,1 is a list where the reference is one
-        contents = tuple(_PAIR.sub(r"\1, \2", content) if _PAIR.fullmatch(content) else content for content in contents)
+        contents = tuple(_PAIR.sub(r"\1, \2", content) for content in contents)
     if len(contents) > _MOST_VALUES:
         return None
     if not found.marked:
@@ -121,7 +121,7 @@ def reference_of(gold: Any, decimal_comma: bool = False) -> Reference | None:
         return None
     try:
         return _reference(answer, decimal_comma)
-    except OutOfTime:  # perhaps readable when the machine is less busy
+    except TimeoutError:  # perhaps readable when the machine is less busy
         return Reference(answer, None)
 
 

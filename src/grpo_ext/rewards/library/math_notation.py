@@ -17,7 +17,7 @@ _SCALES = {name: 10**power for power, names in _POWERS.items() for name in names
 _SCALES |= dict.fromkeys(("dozen", "dutzend", "docena", "douzaine", "dúzia"), 12)
 _NAMED_SIGNS = {r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\colon": ":"}
 _FUNCTIONS = "sqrt|log|ln|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|sinh|cosh|tanh"
-_GREEK = "pi|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|sigma|tau|phi|omega"
+GREEK = "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi|omega"
 _SIGNS = {0xFF01 + i: chr(0x21 + i) for i in range(94)} | str.maketrans(
     "\u3002\uff61\u0964\u3001\u060c\u066b\u066c\u3000\u2795\ufe62\u2716\u2217\u22c5\u00b7\u2797\u2796\u066a\u2044",
     "...,,., ++****/-%/",
@@ -81,7 +81,7 @@ _CLEAN = [
         (r"(?<=\d)(?:,?\\!\s?|\\,|['_\u2009\u2019\u202f])(?=\d{3}(?!\d))", ","),
         (r"\\begin\{cases\}([^&]{0,200}?)\\end\{cases\}", r"\1"),  # a system; a function of cases has signs &
         (r"\\\\(?=\s*[A-Za-z]\w*\s*=)|\\q?quad", "\n"),
-        (r"[\u00a0\u2009\u202f]|\\[,!;: ]|~", " "),
+        (r"[\u00a0\u2009\u202f]|(?<!\\)\\[,!;: ]|~", " "),
         (r"\\(?:implies|therefore|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])|<?[-=]>|[→⇒⟹∴]", IMPLIES),
         (r"(?:,|(?<=\d))\s*(?:and )?(?:so|thus|hence|therefore)\b", IMPLIES),
         (r"(?<=[^\s$])( ?)(?:≈|\\approx(?![A-Za-z]))|∈|\\in(?![A-Za-z])", r"\1="),
@@ -103,7 +103,7 @@ _CLEAN = [
         (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1"),
         (r"√ ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))", r"\\sqrt{\1}"),
         (r"(?:√|\\sqrt) ?\(((?:[^()]|\([^()]*\))*)\)", r"\\sqrt{\1}"),
-        (rf"(?<![A-Za-z\\])({_GREEK})(?![A-Za-z])", r"\\\1 "),
+        (rf"(?<![A-Za-z\\])(pi|{GREEK})(?![A-Za-z])", r"\\\1 "),
         (
             r"(?<![\d.,])\d{1,3}(?:(?:\.\d{3}(?!\d))+,\d+(?![\d,.])|(?:\.\d{3}(?!\d)){2,}(?![.,]\d))",
             lambda m: m[0].replace(".", "").replace(",", "."),
@@ -169,3 +169,15 @@ def in_point_notation(text: str) -> str:
     """Return a text in which a point separates thousands and a comma decimals with commas and points."""
     text = re.sub(r"(?<![\d.,])\d{1,3}(?:\.\d{3})+(?![\d.])", lambda m: m[0].replace(".", ""), text)
     return re.sub(r"(?<![\d.,])(\d+),(\d+)(?![\d.,])", r"\1.\2", text)
+
+
+def items_of(text: str) -> list[str]:
+    """Split at commas, semicolons, ends of lines and sentences, "and" and "or", outside brackets."""
+    items, depth = [""], 0
+    for token in re.findall(r"[^\W\d_]+|\.\s|.", text, re.DOTALL):
+        depth = max(0, depth + (token in "([{") - (token in ")]}"))
+        if depth == 0 and re.fullmatch(r"[,;\n]|\.\s|and|or", token):
+            items.append("")
+        else:
+            items[-1] += token
+    return [item.strip() for item in items if item.strip()]

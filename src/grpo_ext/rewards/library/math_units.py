@@ -93,35 +93,18 @@ def units_agree(gold: str, answer: str) -> bool:
 
 
 def spelled(text: str) -> str | None:
-    """Return the number that English words spell, as 12, -7 or 7/2, or None."""
-    text = text.strip(" .:*$").lower()
-    if len(text) > 100 or not re.fullmatch(r"[a-z]+(?:[ -]+[a-z]+)*", text):
-        return None
-    words = re.findall("[a-z]+", text)
-    sign = "-" * (words[0] in ("minus", "negative"))
-    words = words[len(sign) :]
-    part = _PARTS.get(words[-1].removesuffix("s")) if words else None
-    whole, _, count = " ".join(words[:-1] if part else words).rpartition(" and " if part else "\n")
-    number = 1 if part and count in ("a", "") else _counted(count.replace(" and ", " ").split())
-    before = _counted(whole.split()) if whole else 0
-    if number is None or before is None:
-        return None
-    return f"{sign}{before * part + number}/{part}" if part else f"{sign}{number}"
-
-
-def _counted(words: list[str]) -> int | None:
-    """Return the number of words such as two, hundred, five, or None."""
+    """Return the whole number that English words spell, or None."""
+    words = re.findall("[a-z]+", text.lower()) if re.fullmatch(r"[A-Za-z\s.:*$-]{1,100}", text) else []
+    negative = words[:1] in (["minus"], ["negative"])
+    values = [NUMERALS.get(word, -1) for word in words[negative:] if word != "and"]
     total = below = 0
-    for word in words:
-        value = NUMERALS.get(word, -1)
-        if value < 0 or (value == 0 and len(words) > 1):
-            return None
+    for value in values:
         if value >= 1000:
             total, below = total + (below or 1) * value, 0
         elif value == 100:
             below = (below or 1) * 100
-        elif below % (10 if value < 10 else 100) or 0 < below % 100 < 20:
+        elif value < 0 or 0 < below % 100 < 20 or below % (10 if value < 10 else 100) or (not value and values != [0]):
             return None
         else:
             below += value
-    return total + below if words else None
+    return f"{'-' * negative}{total + below}" if values else None

@@ -2,10 +2,11 @@ r"""Read a marked answer as a whole: a number with a unit or noun, a list, an eq
 
 import re
 from dataclasses import replace
+from fractions import Fraction
 
-from grpo_ext.rewards.library.math_equality import EQUALS, MAX_FORMULA, MAX_MATRIX, RATIO, MathValue
+from grpo_ext.rewards.library.math_equality import EQUALS, MAX_FORMULA, MAX_MATRIX, MathValue
 from grpo_ext.rewards.library.math_marks import DENIAL
-from grpo_ext.rewards.library.math_notation import IMPLIES, PRODUCT, clean
+from grpo_ext.rewards.library.math_notation import GREEK, IMPLIES, PRODUCT, clean, items_of
 from grpo_ext.rewards.library.math_units import spelled, unit_of
 
 LONGEST = 600
@@ -20,10 +21,10 @@ _OPTION = re.compile(
     r"\A[\s$*]*(?:(?:\(([A-J])\)|([A-J])[).:])(?:\\[ ,;:~]|\\q?quad|[\s$~:.*])*(?=[-+\d\\.(])"
     r"|\(([a-j])\)[\s$]+(?=[\d\\]))"
 )
-_NAMED_OPTION = re.compile(r"\A[\s$*]*(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
+_ALONE = re.compile(r"[\s$*]*(?:(?i:option|choice)\s+)?\(?([A-J])[).:]*\s*")
 _LABEL = re.compile(r"\A\s*[A-Za-z]{2,30}\s*:\s*(?=\S)")
 _IN_TEXT = re.compile(r"\\(?:text(?!color)|math(?!bb|cal))\w*\s*\{([^{}]*)\}")
-_BASE = re.compile(r"(\d+)\s*_\s*\{?\s*(\d+)\s*\}?")
+_RATIO = re.compile(r"\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)+")
 _LETTERS = rf"(?!{PRODUCT})[A-Za-z]{{2,}}"
 _WORD = re.compile(rf"(?<![\\A-Za-z]){_LETTERS}|(?!\\)[^\W\d_a-zA-Z\u0370-\u03ff]")
 # A formula in which no letter denotes a number, and what may be its unit.
@@ -31,20 +32,19 @@ _WITH_UNIT = re.compile(r"\A((?:[^A-Za-z\\]|\\[A-Za-z]+)*(?:[\d})]|\\pi))(\s*[^\
 _PHRASE = re.compile(
     r"(?=[^\W\d_]{2}|[^\x00-\u03ff])[^\W\d_](?:[^\W\d_]|[' -]|[\u0900-\u0903\u093a-\u094f\u0e31-\u0e4e]){0,59}"
 )
-_ARTICLE = re.compile(r"\Athe\s+", re.IGNORECASE)
 _SET = re.compile(r"\A\{([^{}]*)\}\Z")
 _AND = re.compile(r"(?:(?<=[\s)\]}])|,)\s*(?:and|or)(?![A-Za-z])\s*")
 _SPACED = re.compile(r"[-+]?[1-9]\d{0,2}(?: \d{3})+(?:[.,]\d+)?")
-_SPACES = re.compile(r"\s+|\\(?:left|right)(?![A-Za-z])")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{(?:[pbBvV]?matrix|smallmatrix|array)\}(?:\{[clr| ]+\})?")
-_NAMED = re.compile(r"(\\?[A-Za-z]+(?:_\{?\w\}?)?|\\(?:vec|mathbf)\s*\{?\s*[A-Za-z]\s*\}?)\s*=\s*(?=[\\[])")
-_LENGTH = re.compile(r"(?<![A-Za-z])[A-Z]{2}(?=\s*=)")  # of the segment AB
-_BRACKET, _DEEPEST = re.compile(r"[()\[\]{}]"), 12
+_INNER, _DEEPEST = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]"), 12
 # Several numbers side by side, percent in the middle, or powers and factorials in which sympy would hang.
 _UNFIT = re.compile(
     r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\sA-Za-z]*\^|\*\*|(?<!\d)!|(?<=\d{3})!|!!|%(?!\Z)|\?|\d'"
 )
-_DATE = re.compile(r"(?:[12]\d{3}([-/])[01]?\d\1[0-3]?\d|[0-3]?\d([-/.])[0-3]?\d\2[12]\d{3})")
+# A date, a time or a number to a base.
+_AS_WRITTEN = re.compile(
+    r"[12]\d{3}([-/])[01]?\d\1[0-3]?\d|[0-3]?\d([-/.])[0-3]?\d\2[12]\d{3}|\d{1,2}:\d\d(?::\d\d)?|\d+ ?_ ?\{? ?\d+ ?\}?"
+)
 _ROUNDED = re.compile(r"((?:\\frac|\\sqrt|\\pi|\d/).*?)(?:≈|\\approx(?![A-Za-z]))[\s$]*-?[\d.,]+[\s$]*\Z")
 # The end of a sentence that states a value.
 _STATED = re.compile(r"(?:\A|.*\s)(?:is|are|was|were|equals):?\s+(?=[-+\d.$\\(\u2212])", re.DOTALL)
@@ -52,10 +52,7 @@ _RELATION = re.compile(r".*\s(?=\$[^$]*(?:[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)
 _SENTENCES = re.compile(r"(?<=[.!?])\s+(?![=<>*/^+-])|\n")
 _VALUE_BEFORE = re.compile(r"\b(?:is|are|was|were|equals)\s+[-+$(\\]*\d")
 
-_GREEK = (
-    r"\\(?:var)?(?i:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi|omega)"
-    r"(?![A-Za-z])"
-)
+_GREEK = rf"\\(?:var)?(?i:{GREEK})(?![A-Za-z])"
 _LETTER = rf"(?:[A-Za-z](?![A-Za-z])|{_GREEK})"
 _INDEX = r"'*(?:_(?:\w|\{[^{}]*\}))?(?:\^\*|\^\{-1\})?"
 _ONE = rf"(?:m?\\(?:angle|overline|bar|hat|vec)\s*)?\{{?{_LETTER}\}}?{_INDEX}"
@@ -81,8 +78,8 @@ def read(span: str, question: str = "") -> MathValue | None:
     plain = _IN_TEXT.sub(r" \1 ", span)
     if number := spelled(plain):
         return MathValue(number)
-    dressed = _NAMED_OPTION.sub("", plain if _IN_TEXT.match(span.lstrip(" $")) else span)
-    if alone := re.fullmatch(r"\s*\(?([A-J])[).:]\s*", dressed):
+    dressed = plain if _IN_TEXT.match(span.lstrip(" $")) else span
+    if alone := _ALONE.fullmatch(dressed):
         return MathValue(alone[1])
     if label := _OPTION.match(dressed):
         value = _read(dressed[label.end() :], question)
@@ -120,33 +117,36 @@ def _read(span: str, question: str) -> MathValue | None:
     if money and (amount := _formula(clean(re.sub(r"[A-Za-z]+\.?", "", span)), question)):
         return replace(amount, unit=unit_of(next(filter(None, money.groups()))) or "")
     if _ENVIRONMENT.search(span):
-        return _matrix(span)
+        span = " ".join(span.split())
     text = _LABEL.sub("", clean(_ROUNDED.sub(r"\1", span)))
-    if _DATE.fullmatch(text):
-        return MathValue("", word=re.sub(r"\b0", "", text))
     symbol, text = concluded(_SET.sub(r"\1", text))
-    value = MathValue(re.sub(r"\s", "", text)) if RATIO.fullmatch(text) else _formula(text, question)
+    if _AS_WRITTEN.fullmatch(text):
+        return MathValue("", word=re.sub(r"\b0|[ {}]", "", text))
+    value = _ratio(text) if _RATIO.fullmatch(text) else _formula(text, question)
     if value is not None:
         fails = symbol and not value.unit and re.search("[A-Za-z]{3}\\Z", text)  # "n = 8 fails"
-        return None if fails else replace(value, symbol=symbol)
+        return None if fails else replace(value, symbol=value.symbol or symbol)
     return None if symbol else _word(span)
 
 
 def _word(span: str) -> MathValue | None:
     """Return a phrase of letters, such as "odd" or "Monday", that is not a product of variables."""
-    text = _ARTICLE.sub("", clean(span).strip("{} "))
+    text = clean(span).strip("{} ")
     if not _PHRASE.fullmatch(text) or not _WORD.search(text):
         return None
     return MathValue("", word=" ".join(text.split()).casefold())
 
 
-def _matrix(span: str) -> MathValue | None:
-    """Return a matrix, or a formula of matrices, after at most its name; None if it contains words."""
-    named = _NAMED.match(text := _SPACES.sub(" ", span.replace("$", " ")).strip().rstrip(".").strip())
-    formula = text[named.end() :] if named else text
-    if len(formula) > MAX_MATRIX or _is_deep(formula) or _WORD.search(_ENVIRONMENT.sub(" ", formula)):
+def _ratio(text: str) -> MathValue | None:
+    """Return the quotient of a ratio, or what its parts are where the first is 1; no part may be 0."""
+    parts = [Fraction(part) for part in text.replace(" ", "").split(":")]
+    if not all(parts):
         return None
-    return None if _UNFIT.search(formula) else MathValue(f"${formula}$", symbol=named[1] if named else "")
+    return (
+        MathValue(str(parts[0] / parts[1]), symbol=":")
+        if len(parts) == 2
+        else MathValue("", word=":".join(str(part / parts[0]) for part in parts))
+    )
 
 
 def concluded(text: str) -> tuple[str, str]:
@@ -168,7 +168,7 @@ def concluded(text: str) -> tuple[str, str]:
     names, values = zip(*pairs, strict=True)
     if len(items) == 1:
         return names[0], values[0]
-    if names[0] and all(name in ("", names[0]) and (name or "=" not in item) for name, item in zip(names, items, strict=True)):
+    if names[0] and all(name == names[0] or (name, value) == ("", item) for (name, value), item in zip(pairs, items)):
         return names[0], ", ".join(values)
     width = names.index(names[0], 1) if names[0] in names[1:] else len(names)
     if "" in names or width < 2 or names != names[:width] * (len(names) // width):
@@ -196,22 +196,8 @@ def solution(parts: list[str]) -> tuple[str, str] | None:
     return re.sub(r"[\s{}]", "", symbol), value
 
 
-def items_of(text: str) -> list[str]:
-    """Split at commas, semicolons, ends of lines and sentences, "and" and "or", outside brackets."""
-    items, depth = [""], 0
-    for token in re.findall(r"[^\W\d_]+|\.\s|.", text, re.DOTALL):
-        depth = max(0, depth + (token in "([{") - (token in ")]}"))
-        if depth == 0 and re.fullmatch(r"[,;\n]|\.\s|and|or", token):
-            items.append("")
-        else:
-            items[-1] += token
-    return [item.strip() for item in items if item.strip()]
-
-
 def _formula(text: str, question: str) -> MathValue | None:
     """Return the whole text as one value: a number or formula with its unit, or a formula without words."""
-    if based := _BASE.fullmatch(text):
-        return MathValue(based[1], base=based[2])
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "").replace(",", ".")
     if match := _VALUE.match(text):
@@ -224,9 +210,9 @@ def _formula(text: str, question: str) -> MathValue | None:
         text = split[1]
     text = _AND.sub(", ", text)
     percent, text = text.endswith("%"), text.removesuffix("%").rstrip()
-    if not text or len(text) > MAX_FORMULA or _is_deep(text) or _WORD.search(_LENGTH.sub("x", text)):
-        return None
-    return None if _UNFIT.search(text) else MathValue(f"${text}$", percent, unit=unit or "")
+    fits = text and len(text) <= (MAX_MATRIX if r"\begin" in text else MAX_FORMULA) and not _is_deep(text)
+    clear = fits and not _WORD.search(_ENVIRONMENT.sub(" ", text)) and not _UNFIT.search(text)
+    return MathValue(f"${text}$", percent, unit=unit or "") if clear else None
 
 
 def _unit(number: str, rest: str, question: str) -> str | None:
@@ -245,9 +231,7 @@ def _improper(number: str) -> str:
 
 
 def _is_deep(formula: str) -> bool:
-    """Return whether brackets are nested so deeply that the parser would not finish."""
-    depth = deepest = 0
-    for bracket in _BRACKET.findall(formula):
-        depth += 1 if bracket in "([{" else -1
-        deepest = max(deepest, depth)
-    return deepest > _DEEPEST
+    """Return whether brackets are not closed, or nested so deeply that the parser would not finish."""
+    for _ in range(_DEEPEST):
+        formula = _INNER.sub("", formula)
+    return re.search(r"[(\[{]", formula) is not None
