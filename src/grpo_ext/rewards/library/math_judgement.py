@@ -5,31 +5,27 @@ import re
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_ext.rewards.library.math_copies import copied, question_of
 from grpo_ext.rewards.library.math_equality import MathValue, equal, readable
 from grpo_ext.rewards.library.math_marks import Found, answer_of, answer_part, find
 from grpo_ext.rewards.library.math_notation import in_point_notation, tidy
-from grpo_ext.rewards.library.math_values import after_phrase, read, stated
+from grpo_ext.rewards.library.math_values import read, stated
 from grpo_ext.rewards.text import Completion
 
 OUT_OF_TIME = "[time limit]"
 NO_ANSWER = "[no answer]"
 _MOST_VALUES = 8
+_BEGINS = re.compile(r"[^A-Za-z]*\d")  # with a number, not with words of a sentence
 _PAIR = re.compile(r"\A([\s$]*-?\d+)\{?,\}?(-?\d+[\s$]*)\Z")
 
 
-@dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """A reference answer: its text, and its value where that can be read."""
 
     text: str
     value: MathValue | None
-
-    def __str__(self) -> str:
-        """Return it for people."""
-        return str(self.value or self.text)
 
 
 @dataclass(frozen=True)
@@ -61,23 +57,24 @@ def judge(
     reference = None if gold is None else reference_of(gold, decimal_comma)
     if reference is None:
         return Judgement(None, "[unreadable]", "[not read]")
+    expected = str(reference.value or reference.text)
     found = find(answer_part(text), where)
     if cut and (found is None or not found.marked):
-        return Judgement(None, str(reference), "[cut off]")
+        return Judgement(None, expected, "[cut off]")
     question = question_of(prompt)
     try:
         same = found is not None and any(_same_text(content, reference.text) for content in _only(found))
         answer = _read(found, question, decimal_comma, reference) if found else None
         shown = str(answer or (reference.text if same else NO_ANSWER))
         if reference.value is None or answer is None:
-            return Judgement(1.0 if same else None if reference.value is None else 0.0, str(reference), shown)
+            return Judgement(1.0 if same else None if reference.value is None else 0.0, expected, shown)
         right = same or equal(reference.value, answer)
         right = right and not copied(reference.value, answer, question, formulas=not copied_formulas)
-        return Judgement(float(right), str(reference), shown)
+        return Judgement(float(right), expected, shown)
     except TimeoutError:
-        return Judgement(0.0, str(reference), OUT_OF_TIME)
+        return Judgement(0.0, expected, OUT_OF_TIME)
     except Exception as error:  # sympy raises many things on strange answers; an answer must not avoid its 0 that way
-        return Judgement(0.0, str(reference), f"[{type(error).__name__}]")
+        return Judgement(0.0, expected, f"[{type(error).__name__}]")
 
 
 def _only(found: Found) -> tuple[str, ...]:
@@ -98,8 +95,10 @@ def _read(found: Found, question: str, decimal_comma: bool, reference: Reference
         return None
     if not found.marked:
         return stated(contents[0], question)
-    one = after_phrase if found.sentence else read
-    values = [one(content, question) for content in contents]
+    values = [
+        read(content, question) or (stated(content, question) if found.sentence and not _BEGINS.match(content) else None)
+        for content in contents
+    ]
     first = values[0] if values else None
     if first and all(value and (value == first or _alike(first, value)) for value in values[1:]):
         return first

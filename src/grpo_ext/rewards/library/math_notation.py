@@ -25,11 +25,11 @@ _SIGNS = {0xFF01 + i: chr(0x21 + i) for i in range(94)} | str.maketrans(
 _SIGNS |= dict.fromkeys(map(ord, "「」『』《》【】"), '"') | dict.fromkeys(map(ord, "₹₩₽₺₫₴₦฿"), " ")
 _SIGNS |= {ord("ℝ"): r"\mathbb{R}", ord("ℤ"): r"\mathbb{Z}", ord("ℕ"): r"\mathbb{N}", ord("∅"): r"\emptyset"}
 _EMOJI = "[\u2600-\u274b\u274d-\u27bf\U0001f000-\U0001faff\ufe0e\ufe0f\u200b-\u200f\u20e3]"
-_SHAPED = re.compile("[\u2100-\u214f\u2460-\u24ff\u3300-\u33ff\ufb00-\ufb06\U0001d400-\U0001d7ff\u00b5]")
+_SHAPED = re.compile("[\u2100-\u214f\u2469-\u24ff\u3300-\u33ff\ufb00-\ufb06\U0001d400-\U0001d7ff\u00b5]")
 
 
-def _raised(match: re.Match[str]) -> str:
-    return f"^{{{unicodedata.normalize('NFKC', match[0])}}}".replace("\u2212", "-")
+def _nfkc(text: str) -> str:
+    return unicodedata.normalize("NFKC", text)
 
 
 def _without_commas(match: re.Match[str]) -> str:
@@ -64,9 +64,10 @@ _TIDY = _EMPHASIS + _compiled(
 )
 _CLEAN = [
     *_compiled(
+        (r"((?:\\frac|\\sqrt|\\pi|\d/).*?)(?:≈|\\approx(?![A-Za-z]))[\s$]*-?[\d.,]+[\s$]*\Z", r"\1"),  # rounded
         (r"<<[^<>]*>>|</?(?:b|u|em|strong)>", ""),  # GSM8K's calculator annotations, HTML
         (r"(?<!\\)\\\\(?=(?:left|right|[dt]?frac|sqrt|text|begin|end|pi|cdot|times|infty)(?![a-z]))", r"\\"),
-        (r"(?<=[\w)}|])(?<![²³¹⁰-⁹])[⁺⁻]?[²³¹⁰-⁹]+", _raised),
+        (r"(?<=[\w)}|])(?<![²³¹⁰-⁹])[⁺⁻]?[²³¹⁰-⁹]+", lambda m: f"^{{{_nfkc(m[0])}}}".replace("\u2212", "-")),
         (r"!=|≠", r"\\ne "),
         (r"≤|<=(?!>)", r"\\le "),
         (r"≥|>=", r"\\ge "),
@@ -75,7 +76,6 @@ _CLEAN = [
         (r"\\(?:[lr]angle|[lr]brace|colon)(?![A-Za-z])", lambda m: _NAMED_SIGNS[m[0]]),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(\\(?:mathbb|mathcal|vec)) ([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
-        (r"\\degree(?![A-Za-z])", "°"),
         (r"(?:[\u2212\ufe63]|(?<!\d)(?<!\d )\u2013)(?=\s*[\d.$\\(])", "-"),  # minus signs; 5\u20138 is a range
         (r"\b(?:[Mm]inus|[Nn]egative)\s+(?=[\d.$\\(])", "-"),
         (r"(?<=\d)(?:,?\\!\s?|\\,|['_\u2009\u2019\u202f])(?=\d{3}(?!\d))", ","),
@@ -97,8 +97,8 @@ _CLEAN = [
     ),
     *_EMPHASIS,
     *_compiled(
-        (r"(?:\^? ?\{? ?(?:\\circ|°) ?\}?|(?<=\d )degrees )\s*([CF])(?![A-Za-z])", r" deg\1"),
-        (r"\^? ?\{? ?(?:\\circ|°) ?\}?|\bdegrees?\b", " "),
+        (r"(?:\^? ?\{? ?(?:\\circ|\\degree|°) ?\}?|(?<=\d )degrees )\s*([CF])(?![A-Za-z])", r" deg\1"),
+        (r"\^? ?\{? ?(?:\\circ|\\degree|°) ?\}?|\bdegrees?\b", " "),
         (r"^\s*[*\u2022]\s+", ""),  # the bullet of a list
         (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1"),
         (r"√ ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))", r"\\sqrt{\1}"),
@@ -114,6 +114,7 @@ _CLEAN = [
         (r"(?<=\d) ?\*? ?i(?= *(?:[-+)]|\Z))", "i"),
         (r"(?<![\w}^/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"\1 \2/\3"),
         (rf"(?<![\w}}^])\\frac\s*\{{\s*(\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}(?!\w|\s*(?:[(\\^{{]|{_FACTOR}))", r"\1/\2"),
+        (r"^([-+]?[1-9]\d{0,2}(?: \d{3})+)(?:[.,](\d+))?$", lambda m: m[1].replace(" ", "") + "." * bool(m[2]) + (m[2] or "")),
         (r"^\\?\{ ?[a-z] ?(?:\\mid(?![A-Za-z])|\||:)([^{}]*?)\\?\}$", r"\1"),  # the condition of a set
         (r",\s*[a-z] ?= ?\\mathbb ?\{?[ZNQR]\}?$", ""),  # the domain of a variable
         (r"^\s*\](?=[^\[\]]*[,;])|(?<=[,;])([^\[\](),;]*)\[\s*$", lambda m: "(" if m[1] is None else f"{m[1]})"),
@@ -132,13 +133,9 @@ def ascii_signs(text: str) -> str:
     if text.isascii():
         return text
     text = re.sub(_EMOJI, " ", re.sub(rf" ?{_EMOJI}+(?!\w)", "", text.translate(_SIGNS)))
-    text = _SHAPED.sub(lambda m: m[0] if m[0] in "①②③④⑤⑥⑦⑧⑨" else unicodedata.normalize("NFKC", m[0]), text)
-    text = re.sub("[\u00bc-\u00be\u2150-\u215e]", _fraction, text)
+    text = _SHAPED.sub(lambda m: _nfkc(m[0]), text)
+    text = re.sub("[¼-¾⅐-⅞]", lambda m: r" \frac{{{}}}{{{}}}".format(*_nfkc(m[0]).split("\u2044")), text)
     return re.sub(r"(?![0-9])\d", lambda m: str(int(m[0])), text)
-
-
-def _fraction(match: re.Match[str]) -> str:
-    return r" \frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044"))
 
 
 def tidy(text: str) -> str:

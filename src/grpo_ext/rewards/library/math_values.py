@@ -34,7 +34,6 @@ _PHRASE = re.compile(
 )
 _SET = re.compile(r"\A\{([^{}]*)\}\Z")
 _AND = re.compile(r"(?:(?<=[\s)\]}])|,)\s*(?:and|or)(?![A-Za-z])\s*")
-_SPACED = re.compile(r"[-+]?[1-9]\d{0,2}(?: \d{3})+(?:[.,]\d+)?")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{(?:[pbBvV]?matrix|smallmatrix|array)\}(?:\{[clr| ]+\})?")
 _INNER, _DEEPEST = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]"), 12
 # Several numbers side by side, percent in the middle, or powers and factorials in which sympy would hang.
@@ -45,10 +44,8 @@ _UNFIT = re.compile(
 _AS_WRITTEN = re.compile(
     r"[12]\d{3}([-/])[01]?\d\1[0-3]?\d|[0-3]?\d([-/.])[0-3]?\d\2[12]\d{3}|\d{1,2}:\d\d(?::\d\d)?|\d+ ?_ ?\{? ?\d+ ?\}?"
 )
-_ROUNDED = re.compile(r"((?:\\frac|\\sqrt|\\pi|\d/).*?)(?:≈|\\approx(?![A-Za-z]))[\s$]*-?[\d.,]+[\s$]*\Z")
 # The end of a sentence that states a value.
 _STATED = re.compile(r"(?:\A|.*\s)(?:is|are|was|were|equals):?\s+(?=[-+\d.$\\(\u2212])", re.DOTALL)
-_RELATION = re.compile(r".*\s(?=\$[^$]*(?:[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?![A-Za-z]))[^$]*\$\.?\Z)", re.DOTALL)
 _SENTENCES = re.compile(r"(?<=[.!?])\s+(?![=<>*/^+-])|\n")
 _VALUE_BEFORE = re.compile(r"\b(?:is|are|was|were|equals)\s+[-+$(\\]*\d")
 
@@ -87,12 +84,6 @@ def read(span: str, question: str = "") -> MathValue | None:
     return _read(dressed, question)
 
 
-def after_phrase(text: str, question: str = "") -> MathValue | None:
-    """Return the value of what follows "answer is": all of it, or what it ends with if it does not begin with one."""
-    value = read(text, question)
-    return value if value or re.match(r"[^A-Za-z]*\d", text) else stated(text, question)
-
-
 def stated(text: str, question: str = "") -> MathValue | None:
     """Return the number or formula of an unmarked text: the whole of it, or what its last sentence ends with."""
     text = text.strip()
@@ -101,7 +92,7 @@ def stated(text: str, question: str = "") -> MathValue | None:
     sentence = _SENTENCES.split(text[-LONGEST:])[-1]
     if DENIAL.search(sentence) or re.search(r"\bor\b", sentence):
         return None
-    match = _STATED.match(sentence) or _RELATION.match(sentence)
+    match = _STATED.match(sentence)
     if match and _VALUE_BEFORE.search(sentence[: match.end()]):
         return None  # "The total is 65, the rest is 64."
     if match and (value := read(sentence[match.end() :], question)) and not value.word:
@@ -118,7 +109,7 @@ def _read(span: str, question: str) -> MathValue | None:
         return replace(amount, unit=unit_of(next(filter(None, money.groups()))) or "")
     if _ENVIRONMENT.search(span):
         span = " ".join(span.split())
-    text = _LABEL.sub("", clean(_ROUNDED.sub(r"\1", span)))
+    text = _LABEL.sub("", clean(span))
     symbol, text = concluded(_SET.sub(r"\1", text))
     if _AS_WRITTEN.fullmatch(text):
         return MathValue("", word=re.sub(r"\b0|[ {}]", "", text))
@@ -142,11 +133,9 @@ def _ratio(text: str) -> MathValue | None:
     parts = [Fraction(part) for part in text.replace(" ", "").split(":")]
     if not all(parts):
         return None
-    return (
-        MathValue(str(parts[0] / parts[1]), symbol=":")
-        if len(parts) == 2
-        else MathValue("", word=":".join(str(part / parts[0]) for part in parts))
-    )
+    if len(parts) == 2:
+        return MathValue(str(parts[0] / parts[1]), symbol=":")
+    return MathValue("", word=":".join(str(part / parts[0]) for part in parts))
 
 
 def concluded(text: str) -> tuple[str, str]:
@@ -198,13 +187,11 @@ def solution(parts: list[str]) -> tuple[str, str] | None:
 
 def _formula(text: str, question: str) -> MathValue | None:
     """Return the whole text as one value: a number or formula with its unit, or a formula without words."""
-    if _SPACED.fullmatch(text):
-        text = text.replace(" ", "").replace(",", ".")
     if match := _VALUE.match(text):
         unit = _unit(match[0], text[match.end() :], question)
         if unit is not None:
             number = match[0].removesuffix(match["percent"] or "").replace("- ", "-").strip()
-            return MathValue(_improper(number), bool(match["percent"]), unit=unit)
+            return MathValue(re.sub(r"(\d+)\s+(\d+)/(\d+)", r"(\1+\2/\3)", number), bool(match["percent"]), unit=unit)
     unit = None
     if (split := _WITH_UNIT.match(text)) and (unit := _unit("", split[2], question)) is not None:
         text = split[1]
@@ -222,12 +209,6 @@ def _unit(number: str, rest: str, question: str) -> str | None:
     unit = unit_of(rest, question)
     one = number.strip("+") in ("1", "1.0") and re.fullmatch(r"\s*[a-z]{3,}", rest) and not spelled(rest)
     return "" if unit is None and one else unit
-
-
-def _improper(number: str) -> str:
-    """Return a mixed number as a fraction: 3/2 for 1 1/2."""
-    mixed = re.fullmatch(r"([-+]?)(\d+)\s+(\d+)/(\d+)", number)
-    return f"{mixed[1]}{int(mixed[2]) * int(mixed[4]) + int(mixed[3])}/{mixed[4]}" if mixed else number
 
 
 def _is_deep(formula: str) -> bool:
