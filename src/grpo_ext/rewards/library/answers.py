@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from grpo_ext.rewards.library.choices import choice
-from grpo_ext.rewards.library.math_equality import time_limit
+from grpo_ext.rewards.library.time_limit import time_limit
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, answer_block, completion_text
 

@@ -1,51 +1,24 @@
 """Compare two final answers by math-verify, with stricter rules where it is too lenient."""
 
-import contextlib
 import logging
 import re
-import signal
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
 from grpo_ext.rewards.library.math_notation import items_of
 from grpo_ext.rewards.library.math_units import units_agree
+from grpo_ext.rewards.library.time_limit import time_limit
 
 for name in ("math_verify.parser", "math_verify.grader"):  # they warn that their own time limit is off
     logging.getLogger(name).setLevel(logging.ERROR)
 TIME_LIMIT = 5.0
-"""Limit of the processor's time of a call of math-verify."""
+"""Limit of the processor's time of a comparison, or of reading a formula."""
 MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: longer text is prose or an attempt to stall the parser
 EQUALS = re.compile(r"(?<![<>!:])=(?![^{}]*\})")  # not in braces, such as the bounds of a sum
 _FACTORS = re.compile(r"(?<=\))\s*(?=\()|(?<=\d)(?<![\w.\\^_{]\d)\s*(?=\()")
 """Between factors side by side: math-verify reads (5)(3) as 8."""
 _OPTIONS = frozenset("ABCDEFGHIJ")
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after `seconds` of the processor, even if the block catches it (in the main thread only)."""
-    late = False
-
-    def stop(*_: object) -> None:
-        nonlocal late
-        late = True
-        raise TimeoutError
-
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 4)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-    if late:
-        raise TimeoutError
 
 
 @dataclass(frozen=True)
@@ -72,7 +45,8 @@ class MathValue:
 
 def readable(value: MathValue) -> bool:
     """Return whether it is a word, or math-verify can parse the formula."""
-    return bool(value.word) or bool(_readings(value))
+    with time_limit(TIME_LIMIT):
+        return bool(value.word) or bool(_readings(value))
 
 
 def equal(gold: MathValue, answer: MathValue) -> bool:
@@ -100,7 +74,8 @@ def equal(gold: MathValue, answer: MathValue) -> bool:
         answer = MathValue(f"$({answer.formula.strip('$')})$")
     if gold.percent == answer.percent:
         gold, answer = MathValue(gold.formula), MathValue(answer.formula)
-    return any(_same(g, a) for g in _readings(gold) for a in _readings(answer))
+    with time_limit(TIME_LIMIT):
+        return any(_same(g, a) for g in _readings(gold) for a in _readings(answer))
 
 
 def _is_equation(value: MathValue) -> bool:
@@ -137,21 +112,27 @@ def _parse(formula: str) -> Any:
     # Units are removed already; math-verify may mistake a factor for one: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))
-    with time_limit(TIME_LIMIT):
-        found = parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
+    found = parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=None)
+    value = found[0] if found else None
+    if isinstance(value, sympy.Expr) and not value.has(sympy.Abs):  # \\sqrt{1/m} is 1/\\sqrt{m}
+        return value.subs({symbol: sympy.Symbol(symbol.name, positive=True) for symbol in value.free_symbols})
+    return value
 
 
 def _same(gold: Any, answer: Any) -> bool:
+    """Return math-verify's verdict, by stricter rules for numbers and for equations, of which it solves both sides."""
+    import sympy
+    from math_verify import verify
+
     gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
-    near = _near(gold, answer)
-    if near is not None:
+    if (near := _near(gold, answer)) is not None:
         return near
-    if _verified(gold, answer):
-        both = all(getattr(value, "is_Equality", False) for value in (gold, answer))
-        return not both or _proportional(gold, answer)
-    positive = [_of_positive_symbols(value) for value in (gold, answer)]
-    return positive != [gold, answer] and _verified(*positive)
+    if not verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True):
+        return False
+    if not all(getattr(value, "is_Equality", False) for value in (gold, answer)):
+        return True
+    first, second = (sympy.together(side.lhs - side.rhs).as_numer_denom()[0] for side in (gold, answer))
+    return second != 0 and bool(sympy.cancel(first / second).is_number)  # not any two without a solution
 
 
 def _near(gold: Any, answer: Any) -> bool | None:
@@ -168,34 +149,9 @@ def _near(gold: Any, answer: Any) -> bool | None:
     return abs(first - second) <= max(5e-7, 1e-9 * abs(first)) if decimal else None
 
 
-def _verified(gold: Any, answer: Any) -> bool:
-    from math_verify import verify
-
-    with time_limit(TIME_LIMIT):
-        return verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
-
-
-def _of_positive_symbols(value: Any) -> Any:
-    r"""Return a formula as if its symbols were positive, so that \sqrt{1/m} is 1/\sqrt{m}; |x| stays as it is."""
-    import sympy
-
-    if not isinstance(value, sympy.Expr) or value.has(sympy.Abs):
-        return value
-    return value.subs({symbol: sympy.Symbol(symbol.name, positive=True) for symbol in value.free_symbols})
-
-
 def _as_tuple(value: Any, other: Any) -> Any:
     """Return a row or column vector as a tuple, if the other is not a matrix."""
     import sympy
 
     is_vector = isinstance(value, sympy.MatrixBase) and 1 in value.shape
     return sympy.Tuple(*value) if is_vector and not isinstance(other, (sympy.MatrixBase, sympy.MatrixExpr)) else value
-
-
-def _proportional(gold: Any, answer: Any) -> bool:
-    """Return whether equations differ by a nonzero factor; math-verify takes any two without a solution for equal."""
-    import sympy
-
-    with time_limit(TIME_LIMIT):
-        first, second = (sympy.together(side.lhs - side.rhs).as_numer_denom()[0] for side in (gold, answer))
-        return second != 0 and bool(sympy.cancel(first / second).is_number)

@@ -96,7 +96,8 @@ def _read(found: Found, question: str, decimal_comma: bool, reference: Reference
     if not found.marked:
         return stated(contents[0], question)
     values = [
-        read(content, question) or (stated(content, question) if found.sentence and not _BEGINS.match(content) else None)
+        read(content, question)
+        or (stated(content, question) if found.sentence and not _BEGINS.match(content) else None)
         for content in contents
     ]
     first = values[0] if values else None

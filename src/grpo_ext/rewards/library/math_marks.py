@@ -21,7 +21,7 @@ PLACES = ("auto", "tag", "boxed", "hash", "last")
 
 # A language a row: how it names an answer | what follows | what closes the sentence | how it denies.
 _ROWS = """
-answers? ans\\.? | is are was equals will\\s+be must\\s+be | | no[tn]? never hardly cannot \\w+n['’]t wrong incorrect false
+answers? ans\\.? | is are was equals will\\s+be must\\s+be | | \\w*not no never hardly \\w+n['’]t wrong incorrect false
 答案 正解 解答 回答 答え 答 选择 选项 选 | 是 为 為 等于 は | です | 不 没 非 错
 정답 답 | 은 는 | 입니다 이다 | 아니
 ответ відповідь отговор | это это\\s+число равен | | не нет невер\\w* неправ\\w*

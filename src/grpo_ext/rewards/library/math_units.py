@@ -3,10 +3,10 @@
 import re
 
 _SPELLINGS = """cm centimeter, mm millimeter, km kilometer, m meter, inch inche in, ft foot feet, yd yard, mi mile,
-mg milligram, g gram gm, kg kilogram kilo, lb pound, oz ounce, ml milliliter, l liter, gal gallon, ton tonne, acre, cup,
-s second sec, min minute, h hour hr, day, week, month, year yr, radian rad, degc celsius, degf fahrenheit, unit, point,
-dollar usd $, euro eur €, sterling gbp £, rupee rs inr, yuan rmb cny 元 块, cent, ohm Ω, watt w, volt v, joule j,
-newton n, pascal, mi/h mph, km/h kph"""
+mg milligram, g gram gm, kg kilogram kilo, lb pound, oz ounce, ml milliliter, l liter, gal gallon, ton tonne, acre,
+cup, s second sec, min minute, h hour hr, day, week, month, year yr, radian rad, degc celsius, degf fahrenheit, unit,
+point, dollar usd $, euro eur €, sterling gbp £, rupee rs inr, yuan rmb cny 元 块, cent, ohm Ω, watt w, volt v,
+joule j, newton n, pascal, mi/h mph, km/h kph"""
 _CANONICAL = {spelling: row.split()[0] for row in _SPELLINGS.split(",") for spelling in row.split()}
 # A prefix of the metric system and a unit of it, with capitals as they are.
 _METRIC = re.compile(

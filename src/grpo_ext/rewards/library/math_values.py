@@ -63,7 +63,9 @@ _NAME = re.compile(r"[A-Za-z][a-z]{2,30}")
 _PLAIN = re.compile(r"(-?\d{1,300}(?:\.\d{1,300})?)(?: ?%| ?[A-Za-z]{2,}[A-Za-z /]*| [A-Za-z][A-Za-z /]*)?")
 _UNKNOWN = re.compile(rf"(?<![A-Za-z\\])(?:{_LETTER}|[A-Za-z]{{2,}})|{_GREEK}")
 _LEAD = re.compile(r"\A(?:[\s:;,!?*_#\"'“”„«»\u2018\u2019—]|(?:so|thus|hence|therefore|then)\b)*", re.IGNORECASE)
-_PROSE = re.compile(rf"\A.*(?<![A-Za-z\\])(?!{PRODUCT})[A-Za-z]{{2,}}(?:['\u2019][a-z]+)?[:,]?\s+(?![-+*/^=)])", re.DOTALL)
+_PROSE = re.compile(
+    rf"\A.*(?<![A-Za-z\\])(?!{PRODUCT})[A-Za-z]{{2,}}(?:['\u2019][a-z]+)?[:,]?\s+(?![-+*/^=)])", re.DOTALL
+)
 
 
 def read(span: str, question: str = "") -> MathValue | None:
@@ -157,7 +159,7 @@ def concluded(text: str) -> tuple[str, str]:
     names, values = zip(*pairs, strict=True)
     if len(items) == 1:
         return names[0], values[0]
-    if names[0] and all(name == names[0] or (name, value) == ("", item) for (name, value), item in zip(pairs, items)):
+    if names[0] and all(n == names[0] or (n, v) == ("", i) for (n, v), i in zip(pairs, items, strict=True)):
         return names[0], ", ".join(values)
     width = names.index(names[0], 1) if names[0] in names[1:] else len(names)
     if "" in names or width < 2 or names != names[:width] * (len(names) // width):
