@@ -1,10 +1,9 @@
-"""How `accuracy`, math-verify by itself and TRL's `accuracy_reward` judge labelled answers, GSM8K and Math-Verify's cases.
+"""How `accuracy`, math-verify by itself and TRL's `accuracy_reward` judge labelled answers and Math-Verify's own cases.
 
-`make bench` writes results/answers.json. Labelled are answer_forms.txt beside this file, which no reader was written
-for, and tests/rewards/answers.txt, which is a test. TRL reads LaTeX only in a box or after "final answer is"; it and
-math-verify get a reference without a mark as `$...$`. GSM8K (`--data FOLDER` with train.jsonl and test.jsonl) is read by
-`accuracy` only, in twelve forms, each with the right answer and with a changed one. Without the folder its old figures
-stay.
+`make bench` writes results/answers.json. The labelled answers are answer_forms.txt beside this file, which no reader
+was written for. TRL reads LaTeX only in a box or after "final answer is"; it and math-verify get a reference without a
+mark as `$...$`. GSM8K (`--data FOLDER` with train.jsonl and test.jsonl) is read by `accuracy` only, in twelve forms,
+each with the right answer and with a changed one; without the folder its figures stay.
 """
 
 import argparse
@@ -18,14 +17,12 @@ from statistics import median
 
 import yaml
 from math_verify import parse, verify
-from math_verify.parser import StringExtractionConfig
 from trl.rewards import accuracy_reward
 
 from grpo_ext.rewards.catalogue import rewards
 
 ROOT = Path(__file__).parent.parent
 FORMS = Path(__file__).with_name("answer_forms.txt")
-LABELLED = ROOT / "tests" / "rewards" / "answers.txt"
 CASES = ROOT / "tests" / "rewards" / "math_verify_cases.jsonl"
 DISAGREEMENTS = CASES.with_name("math_verify_disagreements.yaml")
 RESULT = Path(__file__).parent / "results" / "answers.json"
@@ -71,17 +68,12 @@ def ours(row: Row) -> float | None:
     return rewards[reward](completions=[text], **columns, **options)[0]
 
 
-def math_verify(row: Row) -> float | None:
-    reward, _, _, solution, _, text, _ = row
-    if reward == "format":
-        return None
-    kinds = ([StringExtractionConfig(strings=("A", "B", "C", "D", "E"))],) if reward == "multiple_choice" else ()
-    return float(verify(parse(solution if kinds else _latex(solution), *kinds), parse(text, *kinds)))
+def math_verify(row: Row) -> float:
+    return float(verify(parse(_latex(row[3])), parse(row[5])))
 
 
 def trl(row: Row) -> float | None:
-    reward, _, _, solution, _, text, _ = row
-    return accuracy_reward([[{"content": text}]], [_latex(solution)])[0] if reward == "accuracy" else None
+    return accuracy_reward([[{"content": row[5]}]], [_latex(row[3])])[0]
 
 
 def _latex(solution: str) -> str:
@@ -92,13 +84,13 @@ JUDGES: dict[str, Callable[[Row], float | None]] = {"accuracy": ours, "math_veri
 
 
 def side_by_side(rows: list[Row], seconds: dict[str, list[float]]) -> dict[str, dict[str, dict[str, int]]]:
-    """Return for each judge, and for ours each kind, how many right answers it pays and loses, and wrong ones it pays."""
+    """Return for each judge, and for ours each kind, how many right and wrong answers it pays and does not pay."""
     found: dict[str, dict[str, Counter]] = {}
     for name, judge in JUDGES.items():
         kinds: dict[str, Counter] = defaultdict(Counter)
         for row in rows:
-            if row[0] != "accuracy" and name == "trl" or row[0] == "format" and name != "accuracy":
-                continue
+            if row[0] not in ("accuracy", *{"accuracy": ("format", "multiple_choice")}.get(name, ())):
+                continue  # the others have no such reward
             started = time.perf_counter()
             paid = judge(row) == 1
             if row[0] == "accuracy":
@@ -171,9 +163,6 @@ def main() -> None:
     found = {
         **math_verify_cases(),
         "forms": side_by_side(list(labelled(FORMS)), seconds),
-        "labelled": {
-            name: kinds["accuracy"] for name, kinds in side_by_side(list(labelled(LABELLED)), seconds).items()
-        },
         "gsm8k": gsm8k(data, seconds["accuracy_gsm8k"]) if data else before.get("gsm8k"),
     }
     found["milliseconds"] = {name: milliseconds(times) for name, times in seconds.items()}

@@ -18,8 +18,8 @@ _VALUE = re.compile(rf"(?:[-+]\s?)?{_TERM}(?:\s*[-+*/]\s*-?{_TERM})*(?![\d.,:]*\
 _MONEY = re.compile(r"-?\s*\\?([$€£])\s*-?[\d.,]+|-?[\d.,]+\s*\\?([$€£])|(USD|EUR|GBP|Rs)\.?\s*-?[\d.,]+")
 # The label of an option before its value: \textbf{(B)}\ 12, "B) 12", "B. 12", "(b) 12", "D: 45".
 _OPTION = re.compile(
-    r"\A[\s$*]*(?:(?:\(([A-J])\)|([A-J])[).:])(?:\\[ ,;:~]|\\q?quad|[\s$~:.*])*(?=[-+\d\\.(])"
-    r"|\(([a-j])\)[\s$]+(?=[\d\\]))"
+    r"\A[\s$*]*(?:(?i:option|choice)\s+)?"
+    r"(?:(?:\(([A-J])\)|([A-J])[).:])(?:\\[ ,;:~]|\\q?quad|[\s$~:.*])*(?=[-+\d\\.(])|\(([a-j])\)[\s$]+(?=[\d\\]))"
 )
 _ALONE = re.compile(r"[\s$*]*(?:(?i:option|choice)\s+)?\(?([A-J])[).:]*\s*")
 _LABEL = re.compile(r"\A\s*[A-Za-z]{2,30}\s*:\s*(?=\S)")
@@ -136,7 +136,7 @@ def _ratio(text: str) -> MathValue | None:
     if not all(parts):
         return None
     if len(parts) == 2:
-        return MathValue(str(parts[0] / parts[1]), symbol=":")
+        return MathValue(text.replace(":", "/"), symbol=":")
     return MathValue("", word=":".join(str(part / parts[0]) for part in parts))
 
 
@@ -193,7 +193,8 @@ def _formula(text: str, question: str) -> MathValue | None:
         unit = _unit(match[0], text[match.end() :], question)
         if unit is not None:
             number = match[0].removesuffix(match["percent"] or "").replace("- ", "-").strip()
-            return MathValue(re.sub(r"(\d+)\s+(\d+)/(\d+)", r"(\1+\2/\3)", number), bool(match["percent"]), unit=unit)
+            number = re.sub(r"(\d+)\s+(\d+)/(\d+)", lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", number)
+            return MathValue(number, bool(match["percent"]), unit=unit)
     unit = None
     if (split := _WITH_UNIT.match(text)) and (unit := _unit("", split[2], question)) is not None:
         text = split[1]
