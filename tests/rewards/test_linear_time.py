@@ -32,7 +32,6 @@ from grpo_ext.rewards.library import (
     math_copies,
     math_marks,
     math_notation,
-    math_numerals,
     math_units,
     math_values,
     minimind,
@@ -109,7 +108,7 @@ READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
     "minimind strict": (scored("minimind", strict=True), (minimind,)),
     "accuracy": (
         scored("accuracy"),
-        (math_copies, math_marks, math_notation, math_numerals, math_units, math_values),
+        (math_copies, math_marks, math_notation, math_units, math_values),
     ),
     "think_format_reward": (scored("think_format_reward"), (texts,)),
     "accuracy_reward": (scored("accuracy_reward"), (math_marks,)),

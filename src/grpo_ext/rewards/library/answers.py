@@ -1,18 +1,16 @@
 """Rewards for answers with one correct form: a string, a letter, a JSON document."""
 
-import contextlib
 import json
 import logging
 import math
 import re
-import signal
-import threading
 import unicodedata
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 from grpo_ext.rewards.library.choices import choice
+from grpo_ext.rewards.library.time_limit import time_limit
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, answer_block, completion_text
 
@@ -125,7 +123,7 @@ def _fits(text: str, schema: object, valid_json: float) -> float | None:
     except (ValueError, RecursionError):
         return 0.0
     try:
-        with _time_limit(CHECK_SECONDS):
+        with time_limit(CHECK_SECONDS):
             return 1.0 if check(document) else valid_json
     except (ArithmeticError, ValueError, RecursionError, TimeoutError):
         return 0.0
@@ -140,25 +138,6 @@ def _number(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a number")
     return int(number) if number.is_integer() else number
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after `seconds` of the processor, in a regular expression too (in the main thread only)."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def _unique(validator: Any, wanted: bool, instance: Any, schema: object) -> Iterator[Exception]:

@@ -4,7 +4,7 @@ import re
 
 from grpo_ext.rewards.library.math_equality import MathValue
 from grpo_ext.rewards.library.math_notation import clean
-from grpo_ext.rewards.library.math_numerals import NUMERALS
+from grpo_ext.rewards.library.math_units import NUMERALS
 from grpo_ext.rewards.text import Completion, content_text
 
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:(?:\s*\*\s*10\s*\^|[eE])\s*\{?\s*([-+]?\d{1,2})(?!\d)\}?)?(\s*\\?%)?")

@@ -2,40 +2,30 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_ext.rewards.library.math_copies import copied, question_of
-from grpo_ext.rewards.library.math_equality import MathValue, OutOfTime, equal, readable, same_formula
+from grpo_ext.rewards.library.math_equality import MathValue, equal, readable
 from grpo_ext.rewards.library.math_marks import Found, answer_of, answer_part, find
 from grpo_ext.rewards.library.math_notation import in_point_notation, tidy
-from grpo_ext.rewards.library.math_values import after_phrase, is_formula, read, stated
+from grpo_ext.rewards.library.math_values import read, stated
 from grpo_ext.rewards.text import Completion
 
 OUT_OF_TIME = "[time limit]"
 NO_ANSWER = "[no answer]"
 _MOST_VALUES = 8
-_TRIES = 3
-_unread: Counter[str] = Counter()
+_BEGINS = re.compile(r"[^A-Za-z]*\d")  # with a number, not with words of a sentence
+_PAIR = re.compile(r"\A([\s$]*-?\d+)\{?,\}?(-?\d+[\s$]*)\Z")
 
 
-class _Unread(Exception):
-    """A reference without a value now, but perhaps when the machine is less busy: reading has a time limit."""
-
-
-@dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """A reference answer: its text, and its value where that can be read."""
 
     text: str
     value: MathValue | None
-
-    def __str__(self) -> str:
-        """Return it for people."""
-        return str(self.value or self.text)
 
 
 @dataclass(frozen=True)
@@ -67,32 +57,24 @@ def judge(
     reference = None if gold is None else reference_of(gold, decimal_comma)
     if reference is None:
         return Judgement(None, "[unreadable]", "[not read]")
-    part = answer_part(text)
-    found = find(part, where)
+    expected = str(reference.value or reference.text)
+    found = find(answer_part(text), where)
     if cut and (found is None or not found.marked):
-        return Judgement(None, str(reference), "[cut off]")
+        return Judgement(None, expected, "[cut off]")
     question = question_of(prompt)
     try:
-        if found and any(_same_text(content, reference.text) for content in _only(found)):
-            answer = _read(found, question, decimal_comma)
-            copy = (
-                answer and reference.value and copied(reference.value, answer, question, formulas=not copied_formulas)
-            )
-            return Judgement(float(not copy), str(reference), str(answer or reference.text))
-        answer = _read(found, question, decimal_comma) if found else None
-        if reference.value is None:
-            return Judgement(None, str(reference), str(answer or NO_ANSWER))
-        right = answer is not None and equal(reference.value, answer)
-        if not right and answer and found and found.marked:
-            right = any(_same_formula(reference, only) for only in _only(found))
-        if answer is None:
-            return Judgement(0.0, str(reference), NO_ANSWER)
+        same = found is not None and any(_same_text(content, reference.text) for content in _only(found))
+        answer = _read(found, question, decimal_comma, reference) if found else None
+        shown = str(answer or (reference.text if same else NO_ANSWER))
+        if reference.value is None or answer is None:
+            return Judgement(1.0 if same else None if reference.value is None else 0.0, expected, shown)
+        right = same or equal(reference.value, answer)
         right = right and not copied(reference.value, answer, question, formulas=not copied_formulas)
-        return Judgement(float(right), str(reference), str(answer))
-    except OutOfTime:
-        return Judgement(0.0, str(reference), OUT_OF_TIME)
+        return Judgement(float(right), expected, shown)
+    except TimeoutError:
+        return Judgement(0.0, expected, OUT_OF_TIME)
     except Exception as error:  # sympy raises many things on strange answers; an answer must not avoid its 0 that way
-        return Judgement(0.0, str(reference), f"[{type(error).__name__}]")
+        return Judgement(0.0, expected, f"[{type(error).__name__}]")
 
 
 def _only(found: Found) -> tuple[str, ...]:
@@ -100,26 +82,24 @@ def _only(found: Found) -> tuple[str, ...]:
     return found.contents if len(found.contents) == 1 else (", ".join(found.contents),) * found.joined
 
 
-def _same_formula(reference: Reference, answer: str) -> bool:
-    """Return math-verify's own verdict where one of the texts is more than a number."""
-    texts = (reference.text, answer)
-    is_symbolic = re.search(r"[A-Za-z]", "".join(texts)) and reference.value and not reference.value.word
-    return bool(is_symbolic) and all(map(is_formula, texts)) and same_formula(*texts)
-
-
 def _same_text(answer: str, reference: str) -> bool:
     return len(answer) <= 2 * len(reference) + 200 and tidy(answer) == tidy(reference) != ""
 
 
-def _read(found: Found, question: str, decimal_comma: bool) -> MathValue | None:
+def _read(found: Found, question: str, decimal_comma: bool, reference: Reference | None = None) -> MathValue | None:
     """Return the one value of all marks, or of the list that they form; None for several."""
     contents = tuple(map(in_point_notation, found.contents)) if decimal_comma else found.contents
+    if reference and reference.value and "," in reference.value.formula:  # 2,1 is a list where the reference is one
+        contents = tuple(_PAIR.sub(r"\1, \2", content) for content in contents)
     if len(contents) > _MOST_VALUES:
         return None
     if not found.marked:
         return stated(contents[0], question)
-    one = after_phrase if found.sentence else read
-    values = [one(content, question) for content in contents]
+    values = [
+        read(content, question)
+        or (stated(content, question) if found.sentence and not _BEGINS.match(content) else None)
+        for content in contents
+    ]
     first = values[0] if values else None
     if first and all(value and (value == first or _alike(first, value)) for value in values[1:]):
         return first
@@ -141,8 +121,8 @@ def reference_of(gold: Any, decimal_comma: bool = False) -> Reference | None:
         return None
     try:
         return _reference(answer, decimal_comma)
-    except _Unread as error:
-        return Reference(str(error), None)
+    except TimeoutError:  # perhaps readable when the machine is less busy
+        return Reference(answer, None)
 
 
 @lru_cache(maxsize=1024)  # the completions of a group share one
@@ -151,17 +131,8 @@ def _reference(gold: str, decimal_comma: bool) -> Reference:
     found = find(part)
     if found is None or not found.marked:
         found = Found((part.strip(),))
-    text = ", ".join(found.contents)
     value = _read(found, "", decimal_comma)
-    try:
-        if value is None or readable(value):
-            return Reference(text, value)
-    except OutOfTime:
-        pass
-    _unread[gold] += 1
-    if _unread[gold] < _TRIES:
-        raise _Unread(text)
-    return Reference(text, None)
+    return Reference(", ".join(found.contents), value if value and readable(value) else None)
 
 
 def by_value(answers: Iterable[Hashable]) -> dict[Hashable, Hashable]:

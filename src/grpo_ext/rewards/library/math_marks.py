@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from grpo_ext.rewards.library.math_notation import ascii_signs, tidy
+from grpo_ext.rewards.library.math_notation import ascii_signs
 from grpo_ext.rewards.text import END_TOKEN, boxes
 
 PLACES = ("auto", "tag", "boxed", "hash", "last")
@@ -21,7 +21,7 @@ PLACES = ("auto", "tag", "boxed", "hash", "last")
 
 # A language a row: how it names an answer | what follows | what closes the sentence | how it denies.
 _ROWS = """
-answers? ans\\.? | is are was equals will\\s+be must\\s+be | | not never no cannot \\w+n['’]t wrong incorrect false
+answers? ans\\.? | is are was equals will\\s+be must\\s+be | | \\w*not no never hardly \\w+n['’]t wrong incorrect false
 答案 正解 解答 回答 答え 答 选择 选项 选 | 是 为 為 等于 は | です | 不 没 非 错
 정답 답 | 은 는 | 입니다 이다 | 아니
 ответ відповідь отговор | это это\\s+число равен | | не нет невер\\w* неправ\\w*
@@ -57,6 +57,9 @@ _PHRASE = re.compile(
 )
 _CLOSED = re.compile(rf"\s*['’]?(?:{'|'.join(_CLOSINGS)})[.。]?\Z")
 DENIAL = re.compile(_one_of(_DENIALS), re.IGNORECASE)
+# A denial before a box, without a verb between, and one that follows it.
+_DENIED = re.compile(rf"(?:{DENIAL.pattern})(?!.*\b(?:is|are|was|equals)\b)|(?:doubt|unlikely)\b", re.IGNORECASE)
+_REJECTED = re.compile(rf"[^\w,]*(?:\?\W*)?(?:\w+\W+){{0,3}}?(?:{DENIAL.pattern}|too\b)", re.IGNORECASE)
 _DISPLAY = re.compile(r"\A(?:\\\[|\$\$)(.*?)(?:\\\]|\$\$)", re.DOTALL)
 _OPENED = re.compile(r"\A[\s:：]*(?:[*_]+\s+)?")
 _LEAD = re.compile(
@@ -70,10 +73,13 @@ _SENTENCE = re.compile(
 )
 _CLAUSE = re.compile(r"[,;:，；：]")
 _OPENING = re.compile(rf"\A(?:\s*(?:{END_TOKEN.pattern}))+")
-_REASONED = re.compile(r"</(?:think|thought|reason|scratch|analysis|reflect)\w{0,20}>", re.IGNORECASE)
-_REASONS = re.compile(r"<(?:think|thought|reason|scratch|analysis|reflect)\w{0,20}>", re.IGNORECASE)
-_TAG = re.compile(r"</?([A-Za-z][\w-]{0,30})(?: [^<>\n]{0,60})?>")
-_INLINE = frozenset(["b", "i", "u", "em", "strong", "code", "sup", "sub", "br", "p"])
+_REASONING = r"(?:think|thought|reason|scratch|analysis|reflect)\w{0,20}"
+_REASONED = re.compile(rf"</{_REASONING}>", re.IGNORECASE)
+_REASONS = re.compile(rf"<{_REASONING}>", re.IGNORECASE)
+_INLINE = re.compile(r"</?(?:b|i|u|em|strong|code)>")
+_BLOCK = re.compile(
+    r"<([A-Za-z][\w-]{0,30}+)(?: [^<>\n]{0,60}+)?>((?:[^<]|<(?!/?[A-Za-z][\w-]{0,30}+(?: [^<>\n]{0,60}+)?>))*+)</\1>"
+)
 _OBJECT = re.compile(r'\{\s*"')
 _HASHED = re.compile(r"^[ \t]*####(?!#)(.*)$", re.MULTILINE)
 _JOIN = re.compile(r"[,;]?(?:and|or)?,?(?:[A-Za-z]\w*(?:_\{\w+\})?=)?", re.IGNORECASE)
@@ -82,7 +88,7 @@ _TOUCHED_BEFORE = re.compile(
     r"(?:(?<=[\w}\)\]$])[ $]*[-+*/^]|(?<![^\s$=])[-−√]|\\(?:cdot|times|pm|sqrt|frac|neg|ne)|[\d√^])[\s$]*\Z"
 )
 _TOUCHED_AFTER = re.compile(r"\s*(?:[\^!*/+\d]|-\s*\d|\\(?:cdot|times|pm|frac)(?![A-Za-z]))")
-_BOX = re.compile(r"\\(?:boxed|fbox)(?=\s*\{)")
+_NESTED = re.compile(r"\A\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*\Z", re.DOTALL)
 _VALUE_LINE = re.compile(r"(?!\d+[.)] +[A-Za-z])(?:[^A-Za-z]*\d|\\[A-Za-z]|[A-Za-z]\w* *=|\W*[A-Z]\W*\Z)")
 _LONGEST, _MOST_MARKS = 200, 50
 _TAIL = 4000
@@ -111,60 +117,37 @@ def answer_part(text: str) -> str:
     text = _OPENING.sub("", text)  # end tokens of a template
     end = END_TOKEN.search(text)
     text = text[: end.start() if end else len(text)]
-    return ascii_signs(_REASONED.split(text)[-1])
+    return ascii_signs(_INLINE.sub("", _REASONED.split(text)[-1]))
 
 
 def find(text: str, where: str = "auto") -> Found | None:
     """Return the contents of the marks of an `answer_part`, or None; `where` may admit only one kind."""
-    if where in ("auto", "tag") and (found := _tagged(text)) is not None:
-        return found
-    if where in ("auto", "boxed") and (found := _boxed(text)) is not None:
-        return found
-    if where in ("auto", "hash") and (found := _hashed(text)) is not None:
-        return found
-    if where == "auto" and (content := _in_json(text)) is not None:
-        return Found((content,))
-    if _REASONS.search(text) or where not in ("auto", "last"):
-        return None
-    return (_said(text) if where == "auto" else None) or _unmarked(text)
+    reasons = _REASONS.search(text) is not None  # an open tag: nothing but a tag behind it is an answer
+    for kind, look in (("tag", _tagged), ("boxed", _boxed), ("hash", _hashed), ("", _in_json), ("", _said)):
+        if where in ("auto", kind) and not (reasons and kind != "tag") and (found := look(text)) is not None:
+            return found
+    return _unmarked(text) if where in ("auto", "last") and not reasons else None
 
 
 def _tagged(text: str) -> Found | None:
     """Return the contents of `<answer>`, or of a short tag of any other name at the end: `<SOLUTION>12</SOLUTION>`."""
-    answers: list[str] = []
-    opened, last, end = None, None, 0
-    for tag in _TAG.finditer(text):
-        if tag[1].lower() in _INLINE:
-            continue
-        if not tag[0].startswith("</"):
-            opened = tag
-            continue
-        last, end = None, tag.end()
-        if opened and opened[1] == tag[1]:
-            content = text[opened.end() : tag.start()].strip()
-            if tag[1].lower() == "answer":
-                answers.append(content)
-            elif not _REASONED.match(tag[0]) and len(content) <= _LONGEST and "\n" not in content:
-                last = content
-        opened = None
-    if not answers and last is not None and not text[end:].strip(" \t\n.`"):
-        answers = [last]
+    blocks = list(_BLOCK.finditer(text))
+    answers = [block[2].strip() for block in blocks if block[1].lower() == "answer"]
+    if not answers and blocks and not text[blocks[-1].end() :].strip(" \t\n.`"):
+        content = blocks[-1][2].strip()
+        answers = [content] if len(content) <= _LONGEST and "\n" not in content else []
     return Found(tuple(map(_within, dict.fromkeys(answers)))) if answers else None
 
 
 def _within(content: str) -> str:
     """Return the content of a tag, or of the one mark in it beside which it has no number."""
-    if (value := _in_json(content)) is not None:
-        return value
-    found = _boxed(content) or _hashed(content) or _said(content)
-    if found is None:
+    if (found := _in_json(content) or _boxed(content) or _hashed(content) or _said(content)) is None:
         return content
     rest = content
-    for part in found.contents:
-        rest = rest.replace(part, "") if part else rest
-    return (
-        "" if re.search(r"\d", rest) or not (found.joined or len(found.contents) == 1) else ", ".join(found.contents)
-    )
+    for part in filter(None, found.contents):
+        rest = rest.replace(part, "")
+    whole = found.joined or len(found.contents) == 1
+    return ", ".join(found.contents) if whole and not re.search(r"\d", rest) else ""
 
 
 def _boxed(text: str) -> Found | None:
@@ -173,8 +156,6 @@ def _boxed(text: str) -> Found | None:
     for start, end in boxes(text):
         if not outer or start > outer[-1][1]:
             outer.append((start, end))
-        elif tidy(text[start:end]) != tidy(_BOX.sub("", text[slice(*outer[-1])])).strip("{}"):
-            return NOTHING  # a box beside other things in a box
     if not outer:
         return None
     outer = outer[-_MOST_MARKS:]
@@ -187,33 +168,33 @@ def _boxed(text: str) -> Found | None:
 def _box(text: str, start: int, end: int) -> str | None:
     """Return the content of a box, or None if its sentence denies it or a formula goes on beside it."""
     opening = text.rfind("\\", 0, start)
-    before = _SENTENCE.split(text[max(0, opening - _LONGEST) : opening])[-1]
+    before = _CLAUSE.split(_SENTENCE.split(text[max(0, opening - _LONGEST) : opening])[-1])
     after = _SENTENCE.split(text[end + 1 : end + 1 + _LONGEST])[0]
-    denied = DENIAL.search(re.split("[,;，；]", before)[-1]) or DENIAL.search(after)
-    if denied or _TOUCHED_BEFORE.search(before) or _TOUCHED_AFTER.match(after):
+    content = _NESTED.sub(r"\1", text[start:end])
+    denied = _DENIED.search(" ".join(before[-2:] if not before[-1].strip(" $") else before[-1:]))
+    if denied or _REJECTED.match(after) or _TOUCHED_BEFORE.search(before[-1]) or _TOUCHED_AFTER.match(after):
         return None
-    return _BOX.sub("", text[start:end]).strip() + ("%" if re.match(r"[\s$]*\\?%", after) else "")
+    return None if r"\boxed" in content else content.strip() + ("%" if re.match(r"[\s$]*\\?%", after) else "")
 
 
 def _hashed(text: str) -> Found | None:
     """Return the contents of the lines that begin with `####`; words count at the end only, elsewhere are headings."""
     lines = [line[1].strip() for line in _HASHED.finditer(text)][-_MOST_MARKS:]
-    if not lines:
-        return None
     values = [line for line in lines if _VALUE_LINE.match(line)]
-    if text.rstrip().rpartition("\n")[2].lstrip().startswith("####"):
+    if lines and text.rstrip().rpartition("\n")[2].lstrip().startswith("####"):
         values.append(lines[-1])
     return Found(tuple(dict.fromkeys(values))) if values else None
 
 
-def _in_json(text: str) -> str | None:
+def _in_json(text: str) -> Found | None:
     """Return the answer of a JSON object at the end of the text, or None."""
     starts = [match.start() for match in _OBJECT.finditer(text)]
     try:
         value, end = json.JSONDecoder().raw_decode(text, starts[-1])
     except (IndexError, ValueError, RecursionError):
         return None
-    return None if text[end:].strip("}` .\n\t") else answer_of(value)
+    answer = None if text[end:].strip("}` .\n\t") else answer_of(value)
+    return None if answer is None else Found((answer,))
 
 
 def answer_of(value: Any) -> str | None:
@@ -231,13 +212,12 @@ def _said(text: str) -> Found | None:
     contents, text = [], text[-_TAIL:]
     for match in list(_PHRASE.finditer(text))[-_MOST_MARKS:]:
         lead = _CLAUSE.split(_SENTENCE.split(text[max(0, match.start() - _LONGEST) : match.start()])[-1])[-1]
-        content = text[match.end() : match.end() + 2 * _LONGEST]
-        content = _OPENED.sub("", content)
         denied = DENIAL.search(match["gap"] or "") or DENIAL.search(lead)
         led = _LEAD if match[0][:3].lower() == "ans" else _FOREIGN_LEAD
         plain = led.fullmatch(lead.strip(' *_#>-"“('))
         if not (plain or denied or match["is"]):
             continue  # "They answer 12 questions", "to express the answer as a percentage:"
+        content = _OPENED.sub("", text[match.end() : match.end() + 2 * _LONGEST])
         display = _DISPLAY.match(content)
         sentence = display[1].strip() if display else _CLOSED.sub("", _SENTENCE.split(content)[0].strip())
         inner = _PHRASE.search(sentence)  # "Final answer: The answer is 12."
@@ -248,6 +228,5 @@ def _said(text: str) -> Found | None:
 
 def _unmarked(text: str) -> Found | None:
     """Return the text after its last closing tag, as a whole."""
-    end = max((tag.end() for tag in _TAG.finditer(text) if tag[0][1] == "/" and tag[1] not in _INLINE), default=0)
-    text = (text[end:].strip() if end else "") or text.strip()
-    return Found((text,), marked=False) if text else None
+    last = re.split(r"</[A-Za-z][\w-]{0,30}>", text)[-1].strip() or text.strip()
+    return Found((last,), marked=False) if last else None

@@ -1,71 +1,34 @@
-"""Units of measure, read as a whole: one spelling for each, so that 5 m differs from 5 cm; and counted nouns."""
+"""Units of measure, read as a whole: one spelling for each, so that 5 m differs from 5 cm; counted nouns; numerals."""
 
 import re
 
-from grpo_ext.rewards.library.math_numerals import NUMERALS, PARTS
-
-_SPELLINGS = {
-    "cm": "centimeter",
-    "mm": "millimeter",
-    "km": "kilometer",
-    "m": "meter",
-    "inch": "inche in",
-    "ft": "foot feet",
-    "yd": "yard",
-    "mi": "mile",
-    "mg": "milligram",
-    "g": "gram gm",
-    "kg": "kilogram kilo",
-    "lb": "pound",
-    "oz": "ounce",
-    "ml": "milliliter",
-    "l": "liter",
-    "s": "second sec",
-    "min": "minute",
-    "h": "hour hr",
-    "day": "",
-    "week": "",
-    "month": "",
-    "year": "yr",
-    "dollar": "usd",
-    "euro": "eur",
-    "sterling": "gbp",
-    "rupee": "rs inr",
-    "yuan": "rmb cny 元 块",
-    "cent": "",
-    "radian": "rad",
-    "degc": "celsius",
-    "degf": "fahrenheit",
-    "unit": "",
-    "gallon": "gal",
-    "ton": "tonne",
-    "acre": "",
-    "ohm": "Ω",
-    "watt": "w",
-    "volt": "v",
-    "joule": "j",
-    "newton": "n",
-    "pascal": "",
-    "point": "",
-    "cup": "",
-}
-_CANONICAL = {spelling: unit for unit, others in _SPELLINGS.items() for spelling in (unit, *others.split())}
+_SPELLINGS = """cm centimeter, mm millimeter, km kilometer, m meter, inch inche in, ft foot feet, yd yard, mi mile,
+mg milligram, g gram gm, kg kilogram kilo, lb pound, oz ounce, ml milliliter, l liter, gal gallon, ton tonne, acre,
+cup, s second sec, min minute, h hour hr, day, week, month, year yr, radian rad, degc celsius, degf fahrenheit, unit,
+point, dollar usd $, euro eur €, sterling gbp £, rupee rs inr, yuan rmb cny 元 块, cent, ohm Ω, watt w, volt v,
+joule j, newton n, pascal, mi/h mph, km/h kph"""
+_CANONICAL = {spelling: row.split()[0] for row in _SPELLINGS.split(",") for spelling in row.split()}
 # A prefix of the metric system and a unit of it, with capitals as they are.
 _METRIC = re.compile(
     "[kMGTcdnpμµumh](?:m|g|s|L|l|W|Wh|Hz|J|V|A|Pa|N|Ω|ohm|eV|B|mol|cal|rad|bar|F)|Hz|Wh|Pa|eV|mol|cal|dB|lm|ha|atm|bar"
 )
 _PART = re.compile(
-    r"\s*(?:(square|cubic|sq)\.?\s+)?([^\W\d_]+)\.?(?:(?:\s*\^\s*\{?\s*)?(?<!\s)(-?[123])(?!\d)\s*\}?)?(?:\s*[*·]\s*|\s+)?"
+    r"\s*(?:(square|cubic|sq)\.?\s+)?([^\W\d_]+|[$€£])\.?(?:(?:\s*\^\s*\{?\s*)?(?<!\s)(-?[123])(?!\d)\s*\}?)?(?:\s*[*·]\s*|\s+)?"
 )
-_FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _RATE = re.compile(r"\s*(?:/|(?<![A-Za-z])(?:per|an?|each|every)(?![A-Za-z]))\s*")
+_REWRITES = ((r"\A\s*\((.*)\)\s*\Z", r"\1"), (r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2"))
+_REWRITES += ((r"\\Omega", "Ω"), (r"\\mu ?", "μ"))
 _POWER = {"square": "2", "sq": "2", "cubic": "3"}
-_COUNTERS = frozenset(
-    ["个", "個", "개", "つ", "人", "명", "名", "people", "children", "men", "women", "fish", "sheep"]
+_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
+NUMERALS = dict(zip(_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
+NUMERALS |= {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
+_PARTS |= {"eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100, "thousandth": 1000}
+_NO_NOUN = "|".join((*NUMERALS, *_PARTS, "plu", "minu", "millionth"))
+_NOUN = re.compile(
+    rf"(?!(?:{_NO_NOUN})s?\Z)(?:[a-z]{{3,}}(?<![sui])s|people|children|(?:wo)?men|fish|sheep)|[个個개つ人명名]"
 )
-_PLURAL = re.compile(r"[A-Za-z]{3,}(?:(?<![suiSUI])s)")
-_SINGULAR = re.compile(r"[a-z]{3,}")
-_FRACTIONS = frozenset((*NUMERALS, *PARTS, "hundredth", "thousandth", "millionth", "plu", "minu"))
 
 
 def unit_of(text: str, question: str = "") -> str | None:
@@ -74,22 +37,21 @@ def unit_of(text: str, question: str = "") -> str | None:
     Known are units of measure and their products, powers and rates, one English noun in the plural, and words that the
     question has, all of them.
     """
-    text = re.sub(r"\A\s*\((.*)\)\s*\Z", r"\1", text).strip(" .")
-    if not text:
-        return ""
-    text = _FRACTION.sub(r"\1/\2", text).replace("\\Omega", "Ω").replace("\\mu ", "μ").replace("\\mu", "μ")
-    text = re.sub(r"\A([mk])ph\Z", lambda m: {"m": "mi/h", "k": "km/h"}[m[1]], text)
+    for pattern, replacement in _REWRITES:
+        text = re.sub(pattern, replacement, text).strip(" .")
+    if not text or _is_asked(text, question):
+        return _product(text) or ""
     amount, *rate = _RATE.split(text, maxsplit=1)
-    unit = _product(amount) if amount else ""
-    if unit is None and (_is_noun(amount) or _is_asked(amount, question)):
+    unit = _product(amount)
+    if unit is None and (not amount or _NOUN.fullmatch(amount.lower()) or _is_asked(amount, question)):
         unit = ""
     if unit is None or not rate:
         return unit
     per = _product(rate[0])
-    each = not rate[0] and re.search(r"\beach\Z", text)
-    if per or each or (amount and _SINGULAR.fullmatch(rate[0])) or _is_asked(rate[0], question):
+    noun = amount and re.fullmatch("[a-z]{3,}", rate[0])
+    if per or noun or text.endswith("each") or _is_asked(rate[0], question):
         return f"{unit}/{per}" if per and unit else ""
-    return "" if _is_asked(text, question) else None
+    return None
 
 
 def _product(text: str) -> str | None:
@@ -100,8 +62,8 @@ def _product(text: str) -> str | None:
         unit = part and _unit(part[2])
         if not part or not unit:
             return None
-        power = part[3] or _POWER.get(part[1] or "", "")
-        parts.append(f"{unit}^{power}" if power and power != "1" else unit)
+        power = part[3] or _POWER.get(part[1] or "", "1")
+        parts.append(unit if power == "1" else f"{unit}^{power}")
         end = part.end()
     return "*".join(parts) or None
 
@@ -109,23 +71,15 @@ def _product(text: str) -> str | None:
 def _unit(word: str) -> str:
     if _METRIC.fullmatch(word) and word.lower() not in _CANONICAL:
         return word.replace("µ", "u").replace("μ", "u")
-    lower = word.lower().replace("metre", "meter").replace("litre", "liter")
-    if len(word) == 1 and word not in "mgshlLNJWVΩ元块":
+    if len(word) == 1 and word not in "mgshlLNJWVΩ元块$€£":
         return ""
+    lower = word.lower().replace("metre", "meter").replace("litre", "liter")
     return _CANONICAL.get(word) or _CANONICAL.get(lower) or _CANONICAL.get(lower.removesuffix("s"), "")
-
-
-def _is_noun(text: str) -> bool:
-    lower = text.strip().lower()
-    return lower in _COUNTERS or bool(
-        _PLURAL.fullmatch(lower) and lower.removesuffix("s") not in _FRACTIONS and lower not in _FRACTIONS
-    )
 
 
 def _is_asked(text: str, question: str) -> bool:
     """Return whether a text consists of words that the question has."""
-    words = re.findall(r"[^\W\d_]+", text.lower())
-    asked = question.lower()
+    words, asked = re.findall(r"[^\W\d_]+", text.lower()), question.lower()
     has = [re.search(rf"(?<![^\W\d_]){word}(?![^\W\d_])" if word < "\u0e00" else word, asked) for word in words]
     return 0 < len(words) <= 6 and re.sub(r"[\W_]", "", text.lower()) == "".join(words) and all(has)
 
@@ -136,3 +90,21 @@ def units_agree(gold: str, answer: str) -> bool:
         return gold == answer
     first, second = (unit.partition("/")[0] for unit in (gold, answer))
     return first == second or not (first and second)
+
+
+def spelled(text: str) -> str | None:
+    """Return the whole number that English words spell, or None."""
+    words = re.findall("[a-z]+", text.lower()) if re.fullmatch(r"[A-Za-z\s.:*$-]{1,100}", text) else []
+    negative = words[:1] in (["minus"], ["negative"])
+    values = [NUMERALS.get(word, -1) for word in words[negative:] if word != "and"]
+    total = below = 0
+    for value in values:
+        if value >= 1000:
+            total, below = total + (below or 1) * value, 0
+        elif value == 100:
+            below = (below or 1) * 100
+        elif value < 0 or 0 < below % 100 < 20 or below % (10 if value < 10 else 100) or (not value and values != [0]):
+            return None
+        else:
+            below += value
+    return f"{'-' * negative}{total + below}" if values else None

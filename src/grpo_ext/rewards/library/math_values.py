@@ -2,13 +2,12 @@ r"""Read a marked answer as a whole: a number with a unit or noun, a list, an eq
 
 import re
 from dataclasses import replace
+from fractions import Fraction
 
-from grpo_ext.rewards.library.math_equality import MAX_FORMULA, MAX_MATRIX, RATIO, MathValue
-from grpo_ext.rewards.library.math_equations import EQUALS, concluded, items_of
+from grpo_ext.rewards.library.math_equality import EQUALS, MAX_FORMULA, MAX_MATRIX, MathValue
 from grpo_ext.rewards.library.math_marks import DENIAL
-from grpo_ext.rewards.library.math_notation import PRODUCT, clean
-from grpo_ext.rewards.library.math_numerals import spelled
-from grpo_ext.rewards.library.math_units import unit_of
+from grpo_ext.rewards.library.math_notation import GREEK, IMPLIES, PRODUCT, clean, items_of
+from grpo_ext.rewards.library.math_units import spelled, unit_of
 
 LONGEST = 600
 """Characters of a marked answer; a longer one is prose."""
@@ -17,24 +16,15 @@ _UNSIGNED = r"(?:\d+\s+\d+/\d+|\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3}\b)?|\.\d+)"
 _TERM = rf"(?:{_UNSIGNED}|\([-+]?{_UNSIGNED}(?:\s*[-+*/]\s*{_UNSIGNED})*\))"
 _VALUE = re.compile(rf"(?:[-+]\s?)?{_TERM}(?:\s*[-+*/]\s*-?{_TERM})*(?![\d.,:]*\d)(?P<percent>\s*%)?")
 _MONEY = re.compile(r"-?\s*\\?([$€£])\s*-?[\d.,]+|-?[\d.,]+\s*\\?([$€£])|(USD|EUR|GBP|Rs)\.?\s*-?[\d.,]+")
-_CURRENCIES = {
-    "$": "dollar",
-    "€": "euro",
-    "£": "sterling",
-    "USD": "dollar",
-    "EUR": "euro",
-    "GBP": "sterling",
-    "Rs": "rupee",
-}
 # The label of an option before its value: \textbf{(B)}\ 12, "B) 12", "B. 12", "(b) 12", "D: 45".
 _OPTION = re.compile(
-    r"\A[\s$*]*(?:(?:\(([A-J])\)|([A-J])[).:])(?:\\[ ,;:~]|\\q?quad|[\s$~:.*])*(?=[-+\d\\.(])"
-    r"|\(([a-j])\)[\s$]+(?=[\d\\]))"
+    r"\A[\s$*]*(?:(?i:option|choice)\s+)?"
+    r"(?:(?:\(([A-J])\)|([A-J])[).:])(?:\\[ ,;:~]|\\q?quad|[\s$~:.*])*(?=[-+\d\\.(])|\(([a-j])\)[\s$]+(?=[\d\\]))"
 )
-_NAMED_OPTION = re.compile(r"\A[\s$*]*(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
+_ALONE = re.compile(r"[\s$*]*(?:(?i:option|choice)\s+)?\(?([A-J])[).:]*\s*")
 _LABEL = re.compile(r"\A\s*[A-Za-z]{2,30}\s*:\s*(?=\S)")
 _IN_TEXT = re.compile(r"\\(?:text(?!color)|math(?!bb|cal))\w*\s*\{([^{}]*)\}")
-_BASE = re.compile(r"(\d+)\s*_\s*\{?\s*(\d+)\s*\}?")
+_RATIO = re.compile(r"\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)+")
 _LETTERS = rf"(?!{PRODUCT})[A-Za-z]{{2,}}"
 _WORD = re.compile(rf"(?<![\\A-Za-z]){_LETTERS}|(?!\\)[^\W\d_a-zA-Z\u0370-\u03ff]")
 # A formula in which no letter denotes a number, and what may be its unit.
@@ -42,31 +32,40 @@ _WITH_UNIT = re.compile(r"\A((?:[^A-Za-z\\]|\\[A-Za-z]+)*(?:[\d})]|\\pi))(\s*[^\
 _PHRASE = re.compile(
     r"(?=[^\W\d_]{2}|[^\x00-\u03ff])[^\W\d_](?:[^\W\d_]|[' -]|[\u0900-\u0903\u093a-\u094f\u0e31-\u0e4e]){0,59}"
 )
-_ARTICLE = re.compile(r"\Athe\s+", re.IGNORECASE)
 _SET = re.compile(r"\A\{([^{}]*)\}\Z")
-_SPACED = re.compile(r"[-+]?[1-9]\d{0,2}(?: \d{3})+(?:[.,]\d+)?")
-_SPACES = re.compile(r"\s+|\\(?:left|right)(?![A-Za-z])")
+_AND = re.compile(r"(?:(?<=[\s)\]}])|,)\s*(?:and|or)(?![A-Za-z])\s*")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{(?:[pbBvV]?matrix|smallmatrix|array)\}(?:\{[clr| ]+\})?")
-_ROWS = re.compile(r"\A\$?\[\s*\[[^\[\]]+\](?:\s*,\s*\[[^\[\]]+\])*\s*\]\$?\Z")  # [[1, 2], [3, 4]]
-_NAMED = re.compile(r"(\\?[A-Za-z]+(?:_\{?\w\}?)?|\\(?:vec|mathbf)\s*\{?\s*[A-Za-z]\s*\}?)\s*=\s*(?=\\)")
-_LENGTH = re.compile(r"(?<![A-Za-z])[A-Z]{2}(?=\s*=)")  # of the segment AB
-_MOST_ITEMS = 20
-_BRACKET, _DEEPEST = re.compile(r"[()\[\]{}]"), 12
+_INNER, _DEEPEST = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]"), 12
 # Several numbers side by side, percent in the middle, or powers and factorials in which sympy would hang.
 _UNFIT = re.compile(
     r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\sA-Za-z]*\^|\*\*|(?<!\d)!|(?<=\d{3})!|!!|%(?!\Z)|\?|\d'"
 )
+# A date, a time or a number to a base.
+_AS_WRITTEN = re.compile(
+    r"[12]\d{3}([-/])[01]?\d\1[0-3]?\d|[0-3]?\d([-/.])[0-3]?\d\2[12]\d{3}|\d{1,2}:\d\d(?::\d\d)?|\d+ ?_ ?\{? ?\d+ ?\}?"
+)
 # The end of a sentence that states a value.
 _STATED = re.compile(r"(?:\A|.*\s)(?:is|are|was|were|equals):?\s+(?=[-+\d.$\\(\u2212])", re.DOTALL)
-_RELATION = re.compile(r".*\s(?=\$[^$]*(?:[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?![A-Za-z]))[^$]*\$\.?\Z)", re.DOTALL)
 _SENTENCES = re.compile(r"(?<=[.!?])\s+(?![=<>*/^+-])|\n")
 _VALUE_BEFORE = re.compile(r"\b(?:is|are|was|were|equals)\s+[-+$(\\]*\d")
-_DATE = re.compile(r"(?:[12]\d{3}([-/])[01]?\d\1[0-3]?\d|[0-3]?\d([-/.])[0-3]?\d\2[12]\d{3})")
-# What math-verify drops: text, and what is drawn over a formula.
-_DRESSING = re.compile(
-    r"\\(?:text|mbox|cancel|sout|not|neg|lnot|overline|bar|hat|ne|pm|mp|(?:p|b)?mod|circ|[%$])|[%$]|\d\s*_"
+
+_GREEK = rf"\\(?:var)?(?i:{GREEK})(?![A-Za-z])"
+_LETTER = rf"(?:[A-Za-z](?![A-Za-z])|{_GREEK})"
+_INDEX = r"'*(?:_(?:\w|\{[^{}]*\}))?(?:\^\*|\^\{-1\})?"
+_ONE = rf"(?:m?\\(?:angle|overline|bar|hat|vec)\s*)?\{{?{_LETTER}\}}?{_INDEX}"
+# One quantity: x, x_1, a : b, the length AB, \angle A, f(x), \gcd(a, b), dy/dx, (x, y), a sum or limit.
+_SYMBOL = re.compile(
+    rf"{_ONE}(?:\s*:\s*{_ONE})?|[A-Z]{{2}}|\|[A-Z]{{1,2}}\||\\frac\{{[A-Z]{{2}}\}}\{{[A-Z]{{2}}\}}|[f-hpPA-Z]{_INDEX}\s*\([^()=]*\)|\\?(?:gcd|lcm|max|min|det)\s*\([^()=]*\)|\\frac\{{d[^{{}}]*\}}\{{d[^{{}}]*\}}"
+    rf"|\(\s*{_ONE}(?:\s*,\s*{_ONE})+\s*\)|m?\s*\\(?:angle|triangle)\s*[A-Z]{{3}}|\\(?:sum|prod|i+nt|lim)(?![A-Za-z]).*",
+    re.DOTALL,
 )
-_COMMA_PAIR = re.compile(r"-?\d+,-?\d+")
+_NAME = re.compile(r"[A-Za-z][a-z]{2,30}")
+_PLAIN = re.compile(r"(-?\d{1,300}(?:\.\d{1,300})?)(?: ?%| ?[A-Za-z]{2,}[A-Za-z /]*| [A-Za-z][A-Za-z /]*)?")
+_UNKNOWN = re.compile(rf"(?<![A-Za-z\\])(?:{_LETTER}|[A-Za-z]{{2,}})|{_GREEK}")
+_LEAD = re.compile(r"\A(?:[\s:;,!?*_#\"'“”„«»\u2018\u2019—]|(?:so|thus|hence|therefore|then)\b)*", re.IGNORECASE)
+_PROSE = re.compile(
+    rf"\A.*(?<![A-Za-z\\])(?!{PRODUCT})[A-Za-z]{{2,}}(?:['\u2019][a-z]+)?[:,]?\s+(?![-+*/^=)])", re.DOTALL
+)
 
 
 def read(span: str, question: str = "") -> MathValue | None:
@@ -78,32 +77,13 @@ def read(span: str, question: str = "") -> MathValue | None:
     plain = _IN_TEXT.sub(r" \1 ", span)
     if number := spelled(plain):
         return MathValue(number)
-    dressed = _NAMED_OPTION.sub("", plain if _IN_TEXT.match(span.lstrip(" $")) else span)
-    if alone := re.fullmatch(r"\s*\(?([A-J])[).:]\s*", dressed):
+    dressed = plain if _IN_TEXT.match(span.lstrip(" $")) else span
+    if alone := _ALONE.fullmatch(dressed):
         return MathValue(alone[1])
     if label := _OPTION.match(dressed):
         value = _read(dressed[label.end() :], question)
         return value and replace(value, option=next(filter(None, label.groups())).upper())
     return _read(dressed, question)
-
-
-def is_formula(text: str) -> bool:
-    """Return whether math-verify may judge a text as it is: one expression without prose, signs or steps."""
-    bare = re.sub(r"\\(?:operatorname\s*\{[a-z]+\}|[A-Za-z]+)", " ", text)
-    plain = not re.search(r"[A-Za-z]{3}|[=<>≤≥≠'?]|[^\x00-\x7f]|\d\s+\d", bare) and not _DRESSING.search(text)
-    return (
-        plain
-        and len(text) <= MAX_FORMULA
-        and len(items_of(text)) == 1
-        and not _UNFIT.search(text)
-        and not _is_deep(text)
-    )
-
-
-def after_phrase(text: str, question: str = "") -> MathValue | None:
-    """Return the value of what follows "answer is": all of it, or what it ends with if it does not begin with one."""
-    value = read(text, question)
-    return value if value or re.match(r"[^A-Za-z]*\d", text) else stated(text, question)
 
 
 def stated(text: str, question: str = "") -> MathValue | None:
@@ -114,126 +94,128 @@ def stated(text: str, question: str = "") -> MathValue | None:
     sentence = _SENTENCES.split(text[-LONGEST:])[-1]
     if DENIAL.search(sentence) or re.search(r"\bor\b", sentence):
         return None
-    match = _STATED.match(sentence) or _RELATION.match(sentence)
+    match = _STATED.match(sentence)
     if match and _VALUE_BEFORE.search(sentence[: match.end()]):
         return None  # "The total is 65, the rest is 64."
     if match and (value := read(sentence[match.end() :], question)) and not value.word:
         return value
-    if not EQUALS.search(cleaned := clean(sentence)):
-        return None
-    symbol, value_text = concluded(cleaned, prose=True)
-    value = None if EQUALS.search(value_text) else _formula(value_text, question)
-    return value and replace(value, symbol=symbol)
+    sides = EQUALS.split(clean(sentence))[-2:]
+    solved = solution([_PROSE.sub("", sides[0]), sides[1]]) if len(sides) > 1 else None
+    value = _formula(solved[1], question) if solved else None
+    return value and solved and replace(value, symbol=solved[0])
 
 
 def _read(span: str, question: str) -> MathValue | None:
     money = _MONEY.fullmatch(re.sub(r"\A\$(.+)(?<!\\)\$\Z", r"\1", span.strip()))
     if money and (amount := _formula(clean(re.sub(r"[A-Za-z]+\.?", "", span)), question)):
-        return replace(amount, unit=_CURRENCIES[next(filter(None, money.groups()))])
-    span = _ROWS.sub(_matrix_of, span)
+        return replace(amount, unit=unit_of(next(filter(None, money.groups()))) or "")
     if _ENVIRONMENT.search(span):
-        return _matrix(span)
-    text = _LABEL.sub("", clean(_exact(span)))
-    symbol, text = concluded(text)
-    if _DATE.fullmatch(text):
-        return MathValue("", word=re.sub(r"\b0", "", text))
-    text = _SET.sub(r"\1", text)
-    value = _ratio(text) or _list(text, question) or _formula(text, question)
-    if value is not None and symbol and not value.unit and re.search("[A-Za-z]{3}\\Z", text):
-        return None  # "n = 8 fails"
+        span = " ".join(span.split())
+    text = _LABEL.sub("", clean(span))
+    symbol, text = concluded(_SET.sub(r"\1", text))
+    if _AS_WRITTEN.fullmatch(text):
+        return MathValue("", word=re.sub(r"\b0|[ {}]", "", text))
+    value = _ratio(text) if _RATIO.fullmatch(text) else _formula(text, question)
     if value is not None:
-        pair = re.sub(r"[\s$]|\\!|\{(?=,)|(?<=,)\}", "", span)
-        return replace(value, symbol=symbol, pair=pair if _COMMA_PAIR.fullmatch(pair) else "")
-    if symbol:
-        return None
-    return MathValue(f"${span}$") if is_formula(span) and re.search(r"\\[A-Za-z]{2}", span) else _word(span)
+        fails = symbol and not value.unit and re.search("[A-Za-z]{3}\\Z", text)  # "n = 8 fails"
+        return None if fails else replace(value, symbol=value.symbol or symbol)
+    return None if symbol else _word(span)
 
 
 def _word(span: str) -> MathValue | None:
     """Return a phrase of letters, such as "odd" or "Monday", that is not a product of variables."""
-    text = _ARTICLE.sub("", clean(span).strip("{} "))
+    text = clean(span).strip("{} ")
     if not _PHRASE.fullmatch(text) or not _WORD.search(text):
         return None
     return MathValue("", word=" ".join(text.split()).casefold())
 
 
-def _exact(span: str) -> str:
-    r"""Remove the rounding after an exact value: \frac{1}{3} \approx 0.33 becomes \frac{1}{3}."""
-    exact, _, rounded = re.split(r"(≈|\\approx(?![A-Za-z])|\Z)", span, maxsplit=1)
-    side = exact.rpartition("=")[2]
-    whole = re.fullmatch(r"[\s$]*-?[\d.,]+[\s$]*", rounded) and re.search(r"\d|\\pi|\\sqrt", side)
-    return exact if whole and not re.search(r"\.\d", side) else span
-
-
-def _matrix(span: str) -> MathValue | None:
-    """Return a matrix, or a formula of matrices, after at most its name; None if it contains words."""
-    named = _NAMED.match(text := _SPACES.sub(" ", span.replace("$", " ")).strip().rstrip(".").strip())
-    formula = text[named.end() :] if named else text
-    prose = _WORD.search(_ENVIRONMENT.sub(" ", formula))
-    if len(formula) > MAX_MATRIX or _is_deep(formula) or prose or _UNFIT.search(formula):
-        return None
-    return MathValue(f"${formula}$", symbol=named[1] if named else "")
-
-
-def _matrix_of(match: re.Match[str]) -> str:
-    rows = re.findall(r"\[([^\[\]]+)\]", match[0])
-    return r"\begin{pmatrix}" + r"\\".join(row.replace(",", "&") for row in rows) + r"\end{pmatrix}"
-
-
 def _ratio(text: str) -> MathValue | None:
-    return MathValue(re.sub(r"\s", "", text)) if RATIO.fullmatch(text) else None
+    """Return the quotient of a ratio, or what its parts are where the first is 1; no part may be 0."""
+    parts = [Fraction(part) for part in text.replace(" ", "").split(":")]
+    if not all(parts):
+        return None
+    if len(parts) == 2:
+        return MathValue(text.replace(":", "/"), symbol=":")
+    return MathValue("", word=":".join(str(part / parts[0]) for part in parts))
 
 
-def _list(text: str, question: str) -> MathValue | None:
-    """Return a list of formulas with "and" or "or" between some of them as one with commas."""
-    items = [] if EQUALS.search(text) else items_of(text)
-    if not 1 < len(items) <= _MOST_ITEMS or not re.search(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])", text):
+def concluded(text: str) -> tuple[str, str]:
+    """Return the symbol and the value of `x = 5`, of `x = 1 or x = 2`, and of `a = 3, b = 5`: (a,b) and (3, 5).
+
+    The symbol is "" after a label or a calculation. ("", text) where an equation or a list of them stays whole.
+    """
+    before, _, after = text.rpartition(IMPLIES)
+    if EQUALS.search(before) or not re.search(r"\d", before):
+        text = after
+    text = _LEAD.sub("", text)
+    items = items_of(text)
+    if not any(map(EQUALS.search, items)):
+        return "", text
+    sides = [solution(EQUALS.split(item)) for item in items]
+    if any(side is None for side in sides):
+        return "", ", ".join(items)
+    pairs = [side for side in sides if side]
+    names, values = zip(*pairs, strict=True)
+    if len(items) == 1:
+        return names[0], values[0]
+    if names[0] and all(n == names[0] or (n, v) == ("", i) for (n, v), i in zip(pairs, items, strict=True)):
+        return names[0], ", ".join(values)
+    width = names.index(names[0], 1) if names[0] in names[1:] else len(names)
+    if "" in names or width < 2 or names != names[:width] * (len(names) // width):
+        return "", ", ".join(items)
+    rows = [f"({', '.join(values[i : i + width])})" for i in range(0, len(values), width)]
+    return f"({','.join(names[:width])})", ", ".join(rows)
+
+
+def solution(parts: list[str]) -> tuple[str, str] | None:
+    """Return the symbol and the value of an equation's parts: of x = 5, 2 + 3 = 5, x = 2 + 3 = 5 and Total = 5.
+
+    None where it is not solved for one quantity (2x = 5), and where two of its parts are different numbers.
+    """
+    parts = [_LEAD.sub("", part).strip() for part in parts]
+    if len(parts) == 1:
+        return "", parts[0]
+    symbol = next((part for part in (parts[0], parts[-1]) if _SYMBOL.fullmatch(part)), "")
+    named = symbol == parts[0] or _NAME.fullmatch(parts[0])
+    rest = parts[1:] if named else parts[:-1] if symbol else parts
+    numbers = {match[1] for part in rest if (match := _PLAIN.fullmatch(part))}
+    value = next((part for part in rest if _PLAIN.fullmatch(part)), rest[-1])
+    unclear = any(_UNKNOWN.search(part) for part in rest if not _PLAIN.fullmatch(part))
+    if len(numbers) > 1 or (not named and (unclear or (symbol and not numbers))):
         return None
-    values = [None if _WORD.search(item) else _formula(item, question) for item in items]
-    if any(value is None or value.percent or value.base for value in values):
-        return None
-    return MathValue(f"${', '.join(value.formula.strip('$') for value in values if value)}$")
+    return re.sub(r"[\s{}]", "", symbol), value
 
 
 def _formula(text: str, question: str) -> MathValue | None:
     """Return the whole text as one value: a number or formula with its unit, or a formula without words."""
-    if based := _BASE.fullmatch(text):
-        return MathValue(based[1], base=based[2])
-    if _SPACED.fullmatch(text):
-        text = text.replace(" ", "").replace(",", ".")
     if match := _VALUE.match(text):
         unit = _unit(match[0], text[match.end() :], question)
         if unit is not None:
             number = match[0].removesuffix(match["percent"] or "").replace("- ", "-").strip()
-            return MathValue(_improper(number), bool(match["percent"]), unit=unit)
+            number = re.sub(r"(\d+)\s+(\d+)/(\d+)", lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", number)
+            return MathValue(number, bool(match["percent"]), unit=unit)
     unit = None
     if (split := _WITH_UNIT.match(text)) and (unit := _unit("", split[2], question)) is not None:
         text = split[1]
+    text = _AND.sub(", ", text)
     percent, text = text.endswith("%"), text.removesuffix("%").rstrip()
-    if not text or len(text) > MAX_FORMULA or _is_deep(text) or _WORD.search(_LENGTH.sub("x", text)):
-        return None
-    return None if _UNFIT.search(text) else MathValue(f"${text}$", percent, unit=unit or "")
+    fits = text and len(text) <= (MAX_MATRIX if r"\begin" in text else MAX_FORMULA) and not _is_deep(text)
+    clear = fits and not _WORD.search(_ENVIRONMENT.sub(" ", text)) and not _UNFIT.search(text)
+    return MathValue(f"${text}$", percent, unit=unit or "") if clear else None
 
 
 def _unit(number: str, rest: str, question: str) -> str | None:
     """Return the unit behind a number, "" for a noun or nothing, None for what is more of a formula."""
     if re.match(r"[.,:;!?^_{}\[\]<>=|)&~+*-]|\\(?!mu|Omega|frac)", rest.strip()):
         return None
-    if number.strip("+") in ("1", "1.0") and re.fullmatch(r"\s*[a-z]{3,}", rest) and not spelled(rest):
-        return unit_of(rest, question) or ""
-    return unit_of(rest, question)
-
-
-def _improper(number: str) -> str:
-    """Return a mixed number as a fraction: 3/2 for 1 1/2."""
-    mixed = re.fullmatch(r"([-+]?)(\d+)\s+(\d+)/(\d+)", number)
-    return f"{mixed[1]}{int(mixed[2]) * int(mixed[4]) + int(mixed[3])}/{mixed[4]}" if mixed else number
+    unit = unit_of(rest, question)
+    one = number.strip("+") in ("1", "1.0") and re.fullmatch(r"\s*[a-z]{3,}", rest) and not spelled(rest)
+    return "" if unit is None and one else unit
 
 
 def _is_deep(formula: str) -> bool:
-    """Return whether brackets are nested so deeply that the parser would not finish."""
-    depth = deepest = 0
-    for bracket in _BRACKET.findall(formula):
-        depth += 1 if bracket in "([{" else -1
-        deepest = max(deepest, depth)
-    return deepest > _DEEPEST
+    """Return whether brackets are not closed, or nested so deeply that the parser would not finish."""
+    for _ in range(_DEEPEST):
+        formula = _INNER.sub("", formula)
+    return re.search(r"[(\[{]", formula) is not None
