@@ -124,12 +124,12 @@ def remove_link(path: Path) -> None:
 
 
 def appending(path: Path) -> TextIO:
-    """Open a regular file to add text to it.
+    """Open a regular file to add text to it, and to read it.
 
     Raises:
         OSError: it is a link or no regular file, or cannot be written.
     """
-    file = open(path, "a", encoding="utf-8", opener=_without_links)  # noqa: SIM115 (the caller closes it)
+    file = open(path, "a+", encoding="utf-8", opener=_without_links)  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(f"{path} is not a regular file")

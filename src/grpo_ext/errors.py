@@ -269,4 +269,4 @@ def _in_urls(text: str) -> str:
 
 def _url(found: re.Match[str]) -> str:
     without_user = re.sub(r"://[^/?#]*@", "://***@", found[0])
-    return re.sub(r"([?&;#][^=&;]+=)[^&;#)]+", r"\1***", without_user)
+    return re.sub(r"([?&;#][^=&;?#]+=)[^&;#)]+", r"\1***", without_user)

@@ -24,8 +24,8 @@ class Refused(ValueError):
         self.status, self.code = status, code
 
 
-MOST_VALUES = 2**17
-"""In a request and in the arguments of a call: each becomes an object, and is rendered."""
+VALUES = 2**17
+"""Most values in a request, and in the arguments of a call: each becomes an object, and is rendered."""
 _TEXTS = ("input_text", "output_text")
 """Types of parts that are text, by which the dialects differ."""
 
@@ -118,7 +118,7 @@ def call_of(name: object, arguments: object) -> dict[str, Any]:
     """Return a call of a tool as a chat template takes it: arguments that are JSON text become a mapping."""
     if isinstance(arguments, str):
         try:
-            arguments = parse_json(arguments, MOST_VALUES)
+            arguments = parse_json(arguments, VALUES)
         except ValueError:
             arguments = {"": arguments}  # what a model wrote may be anything
     return {"type": "function", "function": {"name": str(name), "arguments": arguments}}

@@ -44,8 +44,6 @@ _BACKLOG = 128
 _SILENT_SECONDS = 10.0
 """For which a stream that waits for its answer is silent."""
 _EVENTS = "text/event-stream"
-_CLOSES = (401, 429)
-"""Statuses after which a connection ends."""
 DIALECTS = {"chat/completions": chat, "messages": messages, "responses": responses}
 """Modules that convert a dialect's bodies to requests, and replies to its answers and events, by path."""
 
@@ -77,7 +75,7 @@ class Endpoint:
         limits: dict[str, Any] = {"timeout_keep_alive": _IDLE_SECONDS, "backlog": _BACKLOG}
         config = uvicorn.Config(self._application(), http=self._protocol(), **limits, **plain, **quiet)
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True, name="endpoint")
         self._thread.start()
 
     def open(self, inbox: Inbox, pause: Callable[[], None]) -> Line:
@@ -106,9 +104,6 @@ class Endpoint:
         return hmac.new(self._secret, str(number).encode(), "sha256").hexdigest()
 
     # In the server's thread.
-
-    def _run(self) -> None:
-        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         asyncio.get_running_loop().set_exception_handler(self._note_fault)
@@ -303,4 +298,5 @@ def _json(body: Mapping[str, Any], status: int = 200) -> "Response":
 def _sent(body: str, kind: str, status: int = 200) -> "Response":
     from starlette.responses import Response
 
-    return Response(body, status, {"connection": "close"} if status in _CLOSES else None, media_type=kind)
+    ends = {"connection": "close"} if status in (401, 429) else None  # of one that may not stay
+    return Response(body, status, ends, media_type=kind)
