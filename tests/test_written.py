@@ -19,7 +19,6 @@ OWN = {
     "environments/library/folder.py": "a folder of its own, without links",
     "config/launch.py": "a temporary folder of its own",
     "trainer/checkpoints/manifest.py": "beside, then put in place",
-    "trainer/output_lock.py": "locked, and emptied only by who has locked it",
     "rewards/code/sandbox_child.py": "inside the sandbox",
     "rewards/code/peers.py": "descriptors",
     "rewards/code/sandbox.py": "descriptors",

@@ -7,7 +7,6 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TextIO
@@ -18,8 +17,9 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 """Colours and other control characters, without tabs and ends of lines."""
 LARGEST = 2**26
 """Most bytes of a file of settings or records."""
-_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[][{}]', re.DOTALL)
-"""A string of JSON, to the end of the text if it has no end, or a bracket."""
+_VALUE = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[^][{},"]++', re.DOTALL)
+"""A string of JSON, to the end of the text if it has no end, or what is neither bracket nor comma."""
+_BRACKETS = str.maketrans("{}", "[]", ",")
 
 
 def finite(value: object) -> float | None:
@@ -57,13 +57,13 @@ def read_end(path: Path, most: int) -> str:
         return ""
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, most: int | None = None) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or nested more than `MAX_DEPTH` deep.
+        ValueError: it is not JSON, or nested more than `MAX_DEPTH` deep, or has more than `most` values.
     """
-    check_depth(text)
+    check_depth(text, most)
     return json.loads(text)
 
 
@@ -72,17 +72,21 @@ def read_json(path: Path, largest: int = LARGEST) -> Any:
     return parse_json(read_text(path, largest))
 
 
-def check_depth(text: str) -> None:
-    """Refuse a JSON text with lists and objects more than `MAX_DEPTH` deep; brackets inside strings do not count.
+def check_depth(text: str, most: int | None = None) -> None:
+    """Refuse a JSON text with lists and objects more than `MAX_DEPTH` deep, or with more than `most` values.
 
     Raises:
         ValueError: it has them.
     """
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
+    if most is None and text.count("[") + text.count("{") <= MAX_DEPTH:
         return
-    marks = (found[0] for found in _TOKEN.finditer(text))
-    steps = (1 if mark in "[{" else -1 for mark in marks if mark[0] != '"')
-    if max(accumulate(steps), default=0) > MAX_DEPTH:
+    marks = _VALUE.sub("", text)
+    if most is not None and (values := len(marks) - marks.count("]") - marks.count("}")) > most:
+        raise ValueError(f"{values:,} values, more than {most:,}")
+    brackets, depth = marks.translate(_BRACKETS), 0
+    while "[]" in brackets and depth <= MAX_DEPTH:
+        brackets, depth = brackets.replace("[]", ""), depth + 1
+    if depth + brackets.count("[") > MAX_DEPTH:
         raise ValueError(f"lists and objects inside each other more than {MAX_DEPTH} deep")
 
 
@@ -120,12 +124,12 @@ def remove_link(path: Path) -> None:
 
 
 def appending(path: Path) -> TextIO:
-    """Open a regular file to add text to it.
+    """Open a regular file to add text to it, and to read it.
 
     Raises:
         OSError: it is a link or no regular file, or cannot be written.
     """
-    file = open(path, "a", encoding="utf-8", opener=_without_links)  # noqa: SIM115 (the caller closes it)
+    file = open(path, "a+", encoding="utf-8", opener=_without_links)  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(f"{path} is not a regular file")

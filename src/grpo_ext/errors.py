@@ -217,7 +217,8 @@ def without_secrets(value: Any) -> Any:
 
     Keys of well-known forms go too. Any other text stays: a completion may well set a password.
     """
-    values = {text for text in secret_variables(os.environ).values() if len(text) >= _SHORTEST}
+    lines = [line.strip() for value in secret_variables(os.environ).values() for line in value.splitlines()]
+    values = {line for line in lines if len(line) >= _SHORTEST}  # a key of several lines may be shown in one
     exact = "|".join(map(re.escape, sorted(values, key=len, reverse=True)))
     return _hidden(value, re.compile(f"{exact}|{_WELL_KNOWN.pattern}" if exact else _WELL_KNOWN.pattern))
 
@@ -226,7 +227,7 @@ def _hidden(value: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return pattern.sub("***", value)
     if isinstance(value, Mapping):
-        return {key: _hidden(part, pattern) for key, part in value.items()}
+        return {_hidden(key, pattern): _hidden(part, pattern) for key, part in value.items()}
     return [_hidden(part, pattern) for part in value] if type(value) in (list, tuple) else value
 
 
@@ -268,4 +269,4 @@ def _in_urls(text: str) -> str:
 
 def _url(found: re.Match[str]) -> str:
     without_user = re.sub(r"://[^/?#]*@", "://***@", found[0])
-    return re.sub(r"([?&;#][^=&;]+=)[^&;#)]+", r"\1***", without_user)
+    return re.sub(r"([?&;#][^=&;?#]+=)[^&;#)]+", r"\1***", without_user)

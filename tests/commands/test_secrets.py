@@ -167,6 +167,12 @@ def test_values_of_secret_variables_are_in_no_text(monkeypatch):
     assert without_secrets("sk-" + "a" * 20) == "***"
 
 
+@pytest.mark.parametrize("between", ["\n", " ", "\\n", "\r\n"])
+def test_a_secret_of_several_lines_is_in_no_text_however_they_are_joined(between, monkeypatch):
+    monkeypatch.setenv("SSH_PRIVATE_KEY", "hardly.guessed\n  hardly.shown\n")
+    assert without_secrets({f"hardly.guessed{between}hardly.shown": ["hardly.shown"]}) == {f"***{between}***": ["***"]}
+
+
 def test_completions_are_written_without_secrets(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hardly.guessed")
     for name in ("a.jsonl", "a.parquet"):

@@ -19,7 +19,7 @@ from grpo_ext.environments import agents as agents_module
 from grpo_ext.environments import fit, loop
 from grpo_ext.environments import hosts as hosting
 from grpo_ext.environments.agents import Agents
-from grpo_ext.environments.attempt import AttemptLimits
+from grpo_ext.environments.attempt import Attempt, AttemptLimits
 from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.endpoint.history import History
 from grpo_ext.environments.endpoint.requests import ChatRequest, PendingRequest
@@ -168,6 +168,25 @@ def test_a_turn_that_its_agent_did_not_wait_for_is_not_trained(hosts):
     [made], _ = run(hosts, tasks(spec(gives_up, max_turns=2), [{}]), Late(1.0))
     assert (made.failure, made.reward, made.truncated) == (None, 1.0, False)
     assert [turn.sampled for turn in made.turns] == [[3, 3, 3]]
+
+
+def test_what_an_agent_never_waits_for_is_not_sampled_for_ever(hosts):
+    made, [task] = (
+        Agents(Renderer(tiny.tokenizer(), {}), None, limits(400), True),
+        tasks(spec(three_turns, max_turns=3), [{}]),
+    )
+    attempt, refused, accepted = Attempt(0, task, hosts.open(task.spec, 0)), [], 0
+    made.begin(attempt, hosts.endpoint)
+    for _ in range(6):
+        request = PendingRequest(attempt.line.number, ChatRequest(GO), refused.append)
+        made._inbox.put(request)
+        calls = made.take()
+        accepted += len(calls)
+        request.left = True
+        assert made.limited(calls) == ([], [])
+    assert (accepted, [one.code for one in refused]) == (4, ["turn_limit_exceeded"] * 2)
+    made.close()
+    attempt.connection.close()
 
 
 # Room.

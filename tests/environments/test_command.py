@@ -95,6 +95,13 @@ def test_a_program_that_kills_its_warden_pays_nothing(tmp_path):
         paid("echo 1 > reward.txt; kill -9 $PPID; sleep 1", reward="file")
 
 
+def test_a_program_that_prints_without_end_fills_no_disk(tmp_path):
+    program = "head -c 30000000 /dev/zero | tr '\\0' x; stat -c %s $TMPDIR/agent.out > reward.txt; echo end"
+    agent = Command(["sh", "-c", program], reward="file", env={"TMPDIR": str(tmp_path)})
+    assert 0 < agent.run(TASK) <= 4000
+    assert agent.output.endswith("xxxend")
+
+
 @pytest.mark.parametrize("options", [{"test_files": {"a": "b"}}, {"test": ["true"], "test_files": {"../a": "b"}},
                                      {"files": {"": "b"}}, {"test": ["true"], "test_files": {"a": 1}}])  # fmt: skip
 def test_files_that_cannot_be_written_are_refused(options):

@@ -406,9 +406,12 @@ def endpoint():
     inbox.close()
 
 
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
 def status(url, key, body=b"{"):
-    headers = {"Authorization": f"Bearer {key}"}
-    return httpx.post(f"{url}/v1/chat/completions", headers=headers, content=body, trust_env=False).status_code
+    return httpx.post(f"{url}/v1/chat/completions", headers=bearer(key), content=body, trust_env=False).status_code
 
 
 def test_only_the_key_of_an_attempt_shows_that_it_was_there(endpoint):
@@ -445,6 +448,29 @@ def test_connections_are_bounded_and_none_stays_without_a_key(monkeypatch, caplo
         opened.close()
         inbox.close()
     assert not caplog.records
+
+
+def test_an_attempt_has_a_share_of_the_connections_and_headers_have_a_limit(monkeypatch):
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 20)
+    opened, inbox = server.Endpoint({}), server.Inbox()
+    greedy, modest = (opened.open(inbox, lambda: None) for _ in range(2))
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(httpx.Client(trust_env=False)) for _ in range(40)]
+        found = [client.get(f"{greedy.url}/v1/models", headers=bearer(greedy.key)).status_code for client in clients]
+        assert found == [200] * 5 + [429] * 35
+        assert clients[0].get(f"{greedy.url}/v1/models", headers=bearer(greedy.key)).status_code == 200
+        assert httpx.get(f"{modest.url}/v1/models", headers=bearer(modest.key), trust_env=False).status_code == 200
+        endless = stack.enter_context(socket.create_connection(opened._socket.getsockname()))
+        with pytest.raises(ConnectionError):
+            endless.sendall(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 5_000_000)
+    opened.close()
+    inbox.close()
+
+
+@pytest.mark.parametrize("messages", ['{"role":"user","content":"a"},' * 50_000, "[]," * 140_000])
+def test_a_request_of_very_many_parts_is_refused_before_they_are_made(messages):
+    with pytest.raises(Refused, match="values, more than 131,072"):
+        chat.parse(f'{{"messages": [{messages[:-1]}]}}'.encode())
 
 
 @pytest.mark.parametrize(

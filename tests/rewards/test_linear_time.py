@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from grpo_ext import bounded, errors, terminal
+from grpo_ext.config import paths
 from grpo_ext.data import json_rows
 from grpo_ext.environments import rendering
 from grpo_ext.environments.endpoint import chat, messages, requests, responses
@@ -127,6 +128,8 @@ READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
         for dialect in (chat, messages, responses)
     },
     "message": (errors.redacted_text, (errors,)),
+    "path": (lambda text: paths.expand("output_dir", text), (paths,)),
+    "url": (lambda text: errors.redacted_text(f"https://a{text}"), (errors,)),
     "secrets": (errors.without_secrets, (errors,)),
     "terminal": (lambda text: terminal.SafeStream(io.StringIO()).write(text), (terminal,)),
     "output": (lambda text: command._CODES.sub(" ", text), (command,)),

@@ -73,6 +73,15 @@ def test_a_released_folder_can_be_locked_again(tmp_path):
             assert str(os.getpid()) in (tmp_path / "new" / "folder" / LOCK_FILE).read_text()
 
 
+def test_a_link_in_place_of_the_lock_is_refused_and_its_target_kept(tmp_path):
+    (tmp_path / "own").write_text("kept")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_FILE).symlink_to(tmp_path / "own")
+    with pytest.raises(ConfigError, match="not writable"), output_lock(tmp_path / "run"):
+        pass
+    assert (tmp_path / "own").read_text() == "kept"
+
+
 def test_a_folder_that_cannot_be_created_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     message = r"file/out': it is not writable \(Not a directory\)"

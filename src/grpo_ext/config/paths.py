@@ -30,7 +30,7 @@ PATHS = frozenset(
     )
 )
 """Keys of a recipe that are, may be, or hold paths."""
-_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*)|\([^)]*\))")
+_VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|([A-Za-z_]\w*)|\([^()]*\))")
 """`${NAME}`, `$NAME`, and `$(command)`, which is refused."""
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from grpo_ext.environments.attempt import Attempt, AttemptLimits, Call, MessageParser
 from grpo_ext.environments.endpoint.history import Finished, History, key_of, keys_of
-from grpo_ext.environments.endpoint.requests import PendingRequest, Refused, Reply, calls_of, thinking_of
-from grpo_ext.environments.endpoint.server import Endpoint, Inbox
+from grpo_ext.environments.endpoint.requests import Inbox, PendingRequest, Refused, Reply, calls_of, thinking_of
+from grpo_ext.environments.endpoint.server import Endpoint
 from grpo_ext.environments.protocol import AgentTask, Message
 from grpo_ext.environments.rendering import CannotRender, Renderer, TooLong
 from grpo_ext.objective.trajectory import Sample, Turn
@@ -108,7 +108,7 @@ class Agents:
         if request.chat.tools and not self._tools:
             raise Refused("TRL cannot read calls of tools in the chat template of this model", "unsupported_parameter")
         most = attempt.task.spec.max_turns
-        if attempt.figures.turns + attempt.asked + choices > most:
+        if attempt.figures.turns + attempt.asked + choices > most or attempt.left > most:
             attempt.truncated = attempt.over_limit = True
             raise Refused(f"the attempt has made all its requests (max_turns={most})", "turn_limit_exceeded")
         try:
@@ -158,7 +158,7 @@ class Agents:
         """Forget a turn if its agent waits for it no longer. Return whether it is forgotten."""
         if call.request is None or not call.request.left:
             return False
-        call.attempt.asked -= 1
+        call.attempt.asked, call.attempt.left = call.attempt.asked - 1, call.attempt.left + 1
         self._go_on(call.attempt, anew=False)
         return True
 

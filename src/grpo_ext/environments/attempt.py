@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.endpoint.history import History, Opened
-from grpo_ext.environments.endpoint.requests import PendingRequest
-from grpo_ext.environments.endpoint.server import Line
+from grpo_ext.environments.endpoint.requests import Line, PendingRequest
 from grpo_ext.environments.hosts import Connection
 from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.rendering import Context
@@ -93,6 +92,8 @@ class Attempt:
     dialogue: History | None = None
     asked: int = 0
     """Answers that an agent waits for."""
+    left: int = 0
+    """Answers for which an agent has not waited."""
     reserved: int = 0
     """Most tokens of the answers that are being sampled for an agent."""
 

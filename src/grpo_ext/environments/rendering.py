@@ -152,7 +152,7 @@ class Renderer:
             if mark not in rendered:
                 lost = news[number]
                 raise CannotRender(
-                    f"the chat template of {self._name} leaves out a message of role {lost['role']!r} "
+                    f"the chat template of {self._name} leaves out a message of role {lost['role']!r:.80} "
                     f"({lost['content']!r:.80}), so the model would not read it"
                 )
 
@@ -163,7 +163,8 @@ class Renderer:
             )
         except Exception as error:  # a template may raise anything of its own
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise CannotRender(f"the chat template of {self._name} does not take {roles} ({error})") from error
+            reason = f"the chat template of {self._name} does not take {roles:.200} ({error!s:.1000})"
+            raise CannotRender(reason) from error
         return text
 
     def _encoded(self, text: str, most: int | None = None) -> list[int]:
@@ -172,7 +173,7 @@ class Renderer:
         try:
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as error:  # half a surrogate pair, deep in a message
-            raise CannotRender(f"the tokenizer of {self._name} does not take the text ({error})") from error
+            raise CannotRender(f"the tokenizer of {self._name} does not take the text ({error!s:.1000})") from error
         return ids
 
     def _exceeds(self, text: str, most: int) -> bool:

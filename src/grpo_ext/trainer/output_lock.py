@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from grpo_ext.bounded import appending
 from grpo_ext.config.launch import rank
 from grpo_ext.errors import ConfigError, Problem
 
@@ -64,7 +65,7 @@ def output_lock(folder: Path) -> Iterator[None]:
 def _opened(folder: Path) -> TextIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
+        file = appending(folder / LOCK_FILE)
         probe = folder / f"{LOCK_FILE}.{os.getpid()}"
         probe.touch()
         probe.unlink()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_ext.bounded import parse_json
-from grpo_ext.environments.endpoint.requests import ChatRequest, Refused, Reply, call_of, text_of, thinking_of
+from grpo_ext.environments.endpoint.requests import VALUES, ChatRequest, Refused, Reply, call_of, text_of, thinking_of
 from grpo_ext.environments.protocol import Message
 
 _SAMPLING = (
@@ -53,9 +53,9 @@ def settings_of(body: bytes) -> dict[str, Any]:
         Refused: it is not a JSON object, or a setting asks for what the policy's sampler cannot do.
     """
     try:
-        found = parse_json(body.decode())
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON ({error})") from None
+        found = parse_json(body.decode(), VALUES)
+    except ValueError as error:
+        raise Refused(f"the body is not JSON of at most {VALUES:,} values ({error})") from None
     if not isinstance(found, dict):
         raise Refused("the body is not a JSON object")
     given = {name: value for name, value in found.items() if value is not None}

@@ -1,6 +1,9 @@
-"""One request of an agent and its answer, whatever the dialect; and the refusals."""
+"""One request of an agent and its answer, whatever the dialect; the refusals; and its way to the loop."""
 
-from collections.abc import Callable, Mapping
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +24,8 @@ class Refused(ValueError):
         self.status, self.code = status, code
 
 
+VALUES = 2**17
+"""Most values in a request, and in the arguments of a call: each becomes an object, and is rendered."""
 _TEXTS = ("input_text", "output_text")
 """Types of parts that are text, by which the dialects differ."""
 
@@ -113,7 +118,7 @@ def call_of(name: object, arguments: object) -> dict[str, Any]:
     """Return a call of a tool as a chat template takes it: arguments that are JSON text become a mapping."""
     if isinstance(arguments, str):
         try:
-            arguments = parse_json(arguments)
+            arguments = parse_json(arguments, VALUES)
         except ValueError:
             arguments = {"": arguments}  # what a model wrote may be anything
     return {"type": "function", "function": {"name": str(name), "arguments": arguments}}
@@ -134,3 +139,59 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 def thinking_of(message: Message) -> str:
     """Return the thinking of a message."""
     return next((str(message[key]) for key in REASONING if message.get(key)), "")
+
+
+# The way of a request to the loop that plays its attempt.
+
+
+class Inbox:
+    """Requests for one loop, and the descriptor that is readable while there are some."""
+
+    def __init__(self) -> None:
+        self._reading, self._writing = socket.socketpair()
+        self._reading.setblocking(False)
+        self._writing.setblocking(False)
+        self._requests: deque[PendingRequest] = deque()
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor that wakes the loop."""
+        return self._reading.fileno()
+
+    def put(self, request: PendingRequest) -> None:
+        """Add a request; for the server's thread."""
+        self._requests.append(request)
+        with suppress(OSError):  # full, so that it wakes the loop already; or closed
+            self._writing.send(b".")
+
+    def put_back(self, requests: Sequence[PendingRequest]) -> None:
+        """Return requests to their place, for the loop to take them soon."""
+        self._requests.extendleft(reversed(requests))
+        with suppress(OSError):
+            self._writing.send(b".")
+
+    def take(self) -> list[PendingRequest]:
+        """Return the requests that have come."""
+        with suppress(BlockingIOError):
+            while self._reading.recv(4096):
+                pass
+        return [self._requests.popleft() for _ in range(len(self._requests))]
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._reading.close()
+        self._writing.close()
+
+
+@dataclass(eq=False)
+class Line:
+    """The way of one attempt to the model."""
+
+    number: int
+    url: str
+    """Address without a dialect's path."""
+    key: str = field(repr=False)
+    inbox: Inbox
+    pause: Callable[[], None]
+    """Stops the attempt's clock."""
+    waiting: set[PendingRequest] = field(default_factory=set)

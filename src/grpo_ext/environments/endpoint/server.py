@@ -13,17 +13,15 @@ import logging
 import secrets
 import socket
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from grpo_ext.environments.endpoint import chat, messages, responses
-from grpo_ext.environments.endpoint.requests import ChatRequest, PendingRequest, Refused, Reply
+from grpo_ext.environments.endpoint.requests import ChatRequest, Inbox, Line, PendingRequest, Refused, Reply
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -55,59 +53,6 @@ def missing() -> str | None:
     return next((name for name in ("starlette", "uvicorn") if find_spec(name) is None), None)
 
 
-class Inbox:
-    """Requests for one loop, and the descriptor that is readable while there are some."""
-
-    def __init__(self) -> None:
-        self._reading, self._writing = socket.socketpair()
-        self._reading.setblocking(False)
-        self._writing.setblocking(False)
-        self._requests: deque[PendingRequest] = deque()
-
-    @property
-    def descriptor(self) -> int:
-        """Descriptor that wakes the loop."""
-        return self._reading.fileno()
-
-    def put(self, request: PendingRequest) -> None:
-        """Add a request; for the server's thread."""
-        self._requests.append(request)
-        with suppress(OSError):  # full, so that it wakes the loop already; or closed
-            self._writing.send(b".")
-
-    def put_back(self, requests: Sequence[PendingRequest]) -> None:
-        """Return requests to their place, for the loop to take them soon."""
-        self._requests.extendleft(reversed(requests))
-        with suppress(OSError):
-            self._writing.send(b".")
-
-    def take(self) -> list[PendingRequest]:
-        """Return the requests that have come."""
-        with suppress(BlockingIOError):
-            while self._reading.recv(4096):
-                pass
-        return [self._requests.popleft() for _ in range(len(self._requests))]
-
-    def close(self) -> None:
-        """Close the sockets."""
-        self._reading.close()
-        self._writing.close()
-
-
-@dataclass(eq=False)
-class Line:
-    """The way of one attempt to the model."""
-
-    number: int
-    url: str
-    """Address without a dialect's path."""
-    key: str = field(repr=False)
-    inbox: Inbox
-    pause: Callable[[], None]
-    """Stops the attempt's clock."""
-    waiting: set[PendingRequest] = field(default_factory=set)
-
-
 class Endpoint:
     """The server; it runs until `close`.
 
@@ -125,12 +70,12 @@ class Endpoint:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         plain: dict[str, Any] = {"loop": "asyncio", "ws": "none", "lifespan": "off"}
         quiet: dict[str, Any] = {"log_config": None, "log_level": "critical", "access_log": False}
-        self._known = set[Any]()
-        """Addresses of connections that have sent a key."""
+        self._known = dict[Any, int]()
+        """Addresses of connections that have sent a key, with its attempt's number."""
         limits: dict[str, Any] = {"timeout_keep_alive": _IDLE_SECONDS, "backlog": _BACKLOG}
         config = uvicorn.Config(self._application(), http=self._protocol(), **limits, **plain, **quiet)
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True, name="endpoint")
         self._thread.start()
 
     def open(self, inbox: Inbox, pause: Callable[[], None]) -> Line:
@@ -160,9 +105,6 @@ class Endpoint:
 
     # In the server's thread.
 
-    def _run(self) -> None:
-        asyncio.run(self._serve())
-
     async def _serve(self) -> None:
         asyncio.get_running_loop().set_exception_handler(self._note_fault)
         await self._server.serve([self._socket])
@@ -176,11 +118,11 @@ class Endpoint:
 
     def _protocol(self) -> type:
         """Return the protocol of connections: so many at most, and none that stays without a key."""
-        from uvicorn.protocols.http.auto import AutoHTTPProtocol
+        from uvicorn.protocols.http.h11_impl import H11Protocol  # httptools would read headers without end
 
         known, most = self._known, _most_connections()
 
-        class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        class Protocol(H11Protocol):
             def connection_made(self, transport: Any) -> None:
                 super().connection_made(transport)
                 if len(self.connections) > most:
@@ -189,7 +131,7 @@ class Endpoint:
                     self.loop.call_later(_STRANGE_SECONDS, self._look, transport)
 
             def connection_lost(self, exc: Exception | None) -> None:
-                known.discard(self.client)
+                known.pop(self.client, None)
                 super().connection_lost(exc)
 
             def _look(self, transport: Any) -> None:
@@ -255,9 +197,12 @@ class Endpoint:
         number = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
         if not any(hmac.compare_digest(key.encode(), self._key(number).encode()) for key in given):
             raise Refused("this is not the key of this attempt", "invalid_api_key", 401)
-        self._known.add(request.scope["client"])
         if (line := self._lines.get(number)) is None:
             raise _ended()
+        client, most = request.scope["client"], _most_connections() // 4
+        if client not in self._known and [*self._known.values()].count(number) >= most:
+            raise Refused(f"the attempt has {most} connections", "too_many_connections", 429)
+        self._known[client] = number
         return line
 
     async def _replies(self, line: Line, request: ChatRequest) -> list[Reply] | Refused:
@@ -353,4 +298,5 @@ def _json(body: Mapping[str, Any], status: int = 200) -> "Response":
 def _sent(body: str, kind: str, status: int = 200) -> "Response":
     from starlette.responses import Response
 
-    return Response(body, status, media_type=kind)
+    ends = {"connection": "close"} if status in (401, 429) else None  # of one that may not stay
+    return Response(body, status, ends, media_type=kind)

@@ -4,10 +4,13 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeGuard
+from subprocess import PIPE, STDOUT
+from typing import Any, Literal, TypeGuard
 
 from grpo_ext.child_processes import Warded, describe_exit
 from grpo_ext.environments.library.folder import Folder
@@ -17,6 +20,9 @@ from grpo_ext.rewards.text import completion_text
 
 _TAIL = 400
 """Bytes of the output that a failure shows."""
+_KEPT = 4000
+"""Bytes of the output that are kept."""
+_READING_SECONDS = 1.0
 _FILE = "reward.txt"
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]+")
 """Colours and other control characters."""
@@ -134,11 +140,15 @@ class Command(Agent):
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # that is ours
         inherited["PWD"] = str(folder.path)  # which some programs trust more than their working directory
         arguments = [filled(part, row) for part in command]
-        with _new_file(Path(tempfile.gettempdir(), output)) as log:
-            started = Warded(arguments, cwd=folder.path, env={**inherited, **own}, stdout=log, stderr=log)
-            status = started.process.wait()
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
-            self.output = " ".join(_CODES.sub(" ", log.read().decode(errors="replace")).split())
+        path = Path(tempfile.gettempdir(), output)
+        path.unlink(missing_ok=True)  # it may be a link that the program has put there
+        log, printed = path.open("xb", 0), bytearray()
+        started = Warded(arguments, cwd=folder.path, env={**inherited, **own}, stdout=PIPE, stderr=STDOUT)
+        reader = threading.Thread(target=_keep, args=(started.process.stdout, printed, log), daemon=True)
+        reader.start()
+        status = started.process.wait()
+        reader.join(_READING_SECONDS)  # what could not be ended may have it open
+        self.output = " ".join(_CODES.sub(" ", printed[-_TAIL:].decode(errors="replace")).split())
         number, left = started.left()
         if number is not None:
             raise CommandFailed(f"{arguments[0]!r} cannot be started ({os.strerror(number)}).")
@@ -170,10 +180,14 @@ def _inside(path: object) -> bool:
     return bool(parts) and not Path(str(path)).is_absolute() and ".." not in parts
 
 
-def _new_file(path: Path) -> BinaryIO:
-    """Open a new file in place of what has its name, which may be a link that the program has put there."""
-    path.unlink(missing_ok=True)
-    return path.open("xb+")
+def _keep(pipe: BufferedReader, printed: bytearray, log: FileIO) -> None:
+    """Read what a program prints to its end. Keep the last of it in memory and in a file: it may print without end."""
+    with pipe, log:
+        while read := pipe.read1(2**16):
+            printed += read
+            del printed[:-_KEPT]
+            with suppress(OSError):  # a full disk
+                os.pwrite(log.fileno(), printed, 0)
 
 
 def model_variables(task: AgentTask) -> dict[str, str]:
