@@ -136,7 +136,7 @@ COMMANDS = {
     "try --greedy": (0, lambda p: [p.folder / "run", "--prompt", PLANTED]),
     "try --compare": (0, lambda p: [p.folder / "run", "--prompt", PLANTED]),
     "merge": (2, lambda p: [p.folder / "run"]),
-    "migrate": (1, lambda p: [p.folder / "recipe.yaml"]),
+    "migrate": (1, lambda p: p.recipe()[1:]),
     f"{PLANTED}": (2, lambda p: []),
     f"check --{PLANTED}": (2, lambda p: [*p.recipe(), LONG]),
     "check --loss_type": (
