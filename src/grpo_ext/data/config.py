@@ -139,8 +139,7 @@ def value_problems(config: DataConfig) -> list[Problem]:
         value = getattr(config, name)
         if isinstance(value, str) and not value.strip():
             found.append(Problem(name, value, "must be text that is not empty", "Set it, or leave it unset."))
-    size = config.test_size
-    if size is not None and "test_size" not in wrong and not is_size(size):
+    if (size := config.test_size) is not None and "test_size" not in wrong and not is_size(size):
         reason = "must be a fraction between 0 and 1, or a whole number of rows from 1 up"
         found.append(Problem("test_size", size, reason, "Correct it, or leave it unset."))
     low, high = config.min_pass_rate, config.max_pass_rate

@@ -44,10 +44,7 @@ def no_weight_moves(history: History) -> str:
 
 
 def collapsed(history: History) -> str:
-    """Find a policy that is worse than at the start and cannot learn: certain of one completion, or without a signal.
-
-    Without a gradient no entropy is logged: then of one text in `MANY` logs, or silent since weights moved far.
-    """
+    """Find a policy that is worse than at the start and cannot learn: sure of one completion, or without a signal."""
     now, entropies = history.last("reward", ROWS), known_of(history.columns.get("entropy", [])[-ROWS:])
     rewards, silent, moves = (known_of(history.columns.get(n, [])) for n in ("reward", SILENT, "weights/change"))
     if not now or max(now) >= rewards[0]:
@@ -56,7 +53,7 @@ def collapsed(history: History) -> str:
     if entropies and max(entropies) <= _CERTAIN:
         return f"entropy {span(entropies)} in {ROWS} logs; {start}"
     lost = next((at for at, value in enumerate(reversed(silent)) if value < 1), 0)
-    texts = history.last("groups/distinct", MANY)
+    texts = history.last("groups/distinct", MANY)  # without a gradient no entropy is logged
     if lost >= MANY and texts and max(texts) == min(texts) <= 0.5:
         return f"groups/distinct {span(texts)} and {SILENT} 1 in the last {lost} logs; {start}"
     far = max(moves, default=0.0) > _FAR and lost >= max(ROWS if history.complete else TREND, history.rows / 2)
@@ -66,8 +63,7 @@ def collapsed(history: History) -> str:
 def agent_fails(history: History) -> str:
     """Find an agent of which no attempt has ended with status 0, nor any been paid differently from others."""
     names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/nonzero_exit")]
-    for name in names:
-        values = known_of(history.columns[name])
-        if len(values) >= (1 if history.complete else TREND) and min(values) == 1 and no_signal(history):
+    for name in names if no_signal(history) else ():
+        if min(values := known_of(history.columns[name]), default=0) == 1:
             return f"{name} 1 in all {len(values)} logs"
     return ""
