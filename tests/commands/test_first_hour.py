@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.commands.sample import SAMPLING_ONLY
@@ -115,6 +116,8 @@ WORDS = {
     "--probe": "probe: it is gone: a run logs the seconds of a step's parts. Train --max_steps 4",
     "--dataset_name quickstart": "dataset_name='quickstart': names no task. Write quickstart/addition.",
     "--dataset_name reasoning-gym/chain_sum": "names no task. Write reasoning_gym/chain_sum.",
+    "--dataset_name quickstrat/addition": "names no task. Write quickstart/addition.",
+    "--dataset_name reasoning_gyms/chain-sum": "names no task. Write reasoning_gym/chain_sum.",
     "--tempratur null": "tempratur: no such key. Did you mean 'temperature'",
     "--accelerate-config zero4": "accelerate_config='zero4': neither a file nor a shipped configuration.",
 }
@@ -183,6 +186,17 @@ def test_null_on_the_command_line_unsets_a_key(tmp_path, capsys):
         ConfigError, match=r"dataset_config='main': .*sets has no such configuration.*--dataset_config null"
     ):
         load_recipe(mine, Look())
+
+
+def test_a_set_without_data_of_its_own_cannot_name_a_split_of_a_mixture(tmp_path):
+    (tmp_path / "mine.csv").write_text("prompt,solution\n" + "".join(f"{i}+{i}=,{2 * i}\n" for i in range(40)))
+    recipe = yaml.safe_load((recipes_folder() / "quickstart" / "grpo.yaml").read_text())
+    del recipe["dataset_name"]
+    recipe["datasets"] = [{"path": "csv", "data_files": str(tmp_path / "mine.csv")}]
+    recipe["eval_sets"] = [{"name": "hard", "split": "test"}]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(ConfigError, match=r"hard: split='test': datasets has no splits by name\. Set dataset_name"):
+        load_recipe(["--config", str(tmp_path / "mine.yaml")], Look())
 
 
 def test_a_packaged_recipe_is_printed_to_be_copied(capsys):

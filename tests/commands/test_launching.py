@@ -58,6 +58,11 @@ LAUNCHES = {
     "both": ({}, ["--accelerate_config", "zero2", "--num_processes", "4"], (ZERO2, "4", "4")),
     "the recipe's number": ({"num_processes": 3}, [], (CPU, "3", "3")),
     "the recipe's configuration": ({"accelerate_config": "zero2", "main_process_port": 0}, [], (ZERO2, None, "8")),
+    "none of the recipe's": (
+        {"num_processes": 3, "accelerate_config": "zero2"},
+        ["--accelerate_config", "null", "--num_processes=null"],
+        (None, None, None),
+    ),
     "the command line's number": ({"num_processes": 3}, ["--num_processes", "2"], (CPU, "2", "2")),
     "the command line's configuration": (
         {"accelerate_config": "zero2"},
@@ -92,6 +97,12 @@ def test_fsdp_on_a_cpu_is_refused_once_before_any_process_starts(monkeypatch, ca
     err = capsys.readouterr().err
     assert err.count("FSDP on GPUs only") == 1
     assert "--accelerate_config cpu_ddp" in err
+
+
+def test_an_engine_of_accelerates_that_trl_has_not_is_refused(tmp_path):
+    (tmp_path / "mine.yaml").write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n")
+    (problem,) = launch_keys.missing_engine(launch_keys.Launch(tmp_path / "mine.yaml"))
+    assert "TRL has no Megatron-LM. Name ddp, fsdp2 or zero3." in str(problem)
 
 
 @pytest.mark.cases(1)

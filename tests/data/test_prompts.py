@@ -135,6 +135,10 @@ def test_tools_of_rows_that_the_prompt_does_not_name_are_refused(tools):
     assert looked(made, [PLAIN], tools=[tools], played=True) == [[], []]
     for other in (None, [], "a hammer", ["hammer"], 3):
         assert looked(made, [PLAIN], tools=[other]) == [[], []]
+    problems, (note,) = looked(made, [PLAIN], functions=[tools])  # by another name, it may be for a reward
+    assert not problems
+    assert "its column 'functions' has 'look', 'weigh', which the prompt does not name" in note
+    assert looked(made, [PLAIN], answers=[[{"name": "weigh", "arguments": {}}]]) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +148,8 @@ def test_tools_of_rows_that_the_prompt_does_not_name_are_refused(tools):
         ("qwen3", "<start_of_turn>user\nhi<end_of_turn>", "'<start_of_turn>', '<end_of_turn>'"),
         ("gemma3", "[INST] hi [/INST]", "'[INST]', '[/INST]'"),
         ("qwen3", "<|start_header_id|>user", "'<|start_header_id|>'"),
+        ("llama3_1", "<|start_of_role|>user<|end_of_role|>hi", "'<|start_of_role|>', '<|end_of_role|>'"),  # not TRL's
+        ("qwen3", "<<SYS>>\nBe brief.\n<</SYS>>", "'<<SYS>>', '<</SYS>>'"),
     ],
 )
 def test_control_tokens_of_another_template_are_a_warning(name, text, shown):

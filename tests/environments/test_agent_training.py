@@ -128,8 +128,8 @@ def test_the_first_crash_of_a_program_is_shown_once_and_all_are_counted_and_kept
     entry = {"name": "command", "kwargs": {"run": [sys.executable, "-c", CRASHES]}}
     settings = {"per_device_train_batch_size": 4, "num_generations": 4}
     made = trained(tmp_path, entry, log_completions=True, num_completions_to_print=0, **settings)
-    (line,) = [text for text in caplog.messages if "another status than 0" in text]
-    assert "of 4 programs 4 ended with another status than 0 (4 with 1)" in line
+    (line,) = [text for text in caplog.messages if "ended with a nonzero status" in text]
+    assert "of 4 programs or tests 4 ended with a nonzero status (4 with 1)" in line
     assert line.endswith("NameError: name 'undefined' is not defined")
     assert [row["environments/command/nonzero_exit"] for row in made.state.log_history[:2]] == [1.0, 1.0]
     assert all(text.endswith("is not defined") for text in made._logs["extra"]["output"])

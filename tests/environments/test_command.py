@@ -49,6 +49,15 @@ def test_only_a_test_that_succeeds_pays(program, test, reward):
     assert paid(program, test, reward="file") == reward
 
 
+@pytest.mark.parametrize(
+    ("program", "test", "status"), [("exit 3", "true", 3), ("true", "exit 4", 4), ("", "true", 0)]
+)
+def test_the_status_of_the_program_or_else_of_its_test_is_kept(program, test, status):
+    command = Command(["sh", "-c", program], test=["sh", "-c", test])
+    command.run(TASK)
+    assert command.status == status
+
+
 @pytest.mark.parametrize("program", [OWN, "ln -s {outside}/reward.txt reward.txt", "mkdir x; mv x reward.txt"])
 def test_a_reward_file_before_the_test_pays_nothing(program, outside):
     with pytest.raises(CommandFailed, match="no number in reward_file"):

@@ -33,6 +33,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from grpo_ext.errors import ConfigError
 from grpo_ext.packing.obstacles import Forward, obstacles
 from grpo_ext.rollout import decoding, transformers_engine
 from grpo_ext.rollout.decoding import decode, distinct, padded
@@ -500,3 +501,10 @@ def test_a_row_that_has_ended_takes_no_further_positions():
     method = partial(decode, uniforms=torch.rand(16, 29), limits=torch.tensor(limits))
     found = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, custom_generate=method)
     assert found.shape == (16, 28 + 29)
+
+
+def test_a_row_beyond_a_table_of_positions_is_named_with_its_length(tmp_path):
+    sizes = {"vocab_size": 41, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16, "bos_token_id": None}
+    trainer = build(GPT2LMHeadModel(GPT2Config(**sizes)), tmp_path)
+    with pytest.raises(ConfigError, match=r"table ends at position 16, and a prompt has 14 tokens\. Set it lower"):
+        transformers_sampler(trainer, trainer.args).sample([[5] * 14] * 4, [8] * 4)

@@ -159,6 +159,8 @@ def test_what_is_the_same_in_every_log_is_found_in_a_short_one():
     still = history({"weights/change": 0.0}, since=1, steps=2)
     assert [f.rule.name for f in diagnose(still)] == ["no weight moves"]
     assert not diagnose(still[:1])
+    warm_up = history({"weights/change": 0.0, "learning_rate": lambda n: 1e-9 * n}, since=1, steps=5)
+    assert [f.rule.name for f in diagnose(warm_up)] == ["no weight moves"]  # longer than the run
     masked = history({"completions/skipped": 1.0}, since=1, steps=1)
     assert [f.rule.name for f in diagnose(masked)] == ["all masked"]
 
@@ -171,6 +173,10 @@ def test_a_first_step_that_destroys_the_policy_is_found_in_the_next_logs():
     texts = SILENT | {"entropy": None, "groups/distinct": 0.125}  # without a gradient no entropy is computed
     found = diagnose(history(gone | texts, since=2, steps=21))
     assert [(f.rule.name, f.step) for f in found] == [("policy collapsed", 21)]
+    noise = SILENT | {"entropy": None, "groups/distinct": 1.0}  # within the first log, so that it is half destroyed
+    log = history({"weights/change": 0.003, "reward": 0.1}, since=1, steps=1) + history(gone | noise, steps=16)[11:]
+    assert [(f.rule.name, f.step) for f in diagnose(log)] == [("policy collapsed", 16)]
+    assert not diagnose(log[:3])
     moved = {"reward": 0.0, "entropy": 2.0, "weights/change": 0.03}
     assert [(f.rule.name, f.step) for f in diagnose(history(moved, since=1, steps=6))] == []
     log = history()[:1] + history(moved, since=2, steps=6)[1:]

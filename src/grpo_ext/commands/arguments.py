@@ -26,13 +26,13 @@ class Option:
 
 
 def processes(text: str) -> int:
-    """Return a number of processes.
+    """Return a number of processes; null is 0, which unsets the recipe's.
 
     Raises:
         argparse.ArgumentTypeError: the text is not an integer of 1 or more.
     """
-    if text.isdecimal() and int(text):
-        return int(text)
+    if text == "null" or (text.isdecimal() and int(text)):
+        return 0 if text == "null" else int(text)
     raise argparse.ArgumentTypeError(f"{text} is not a number of processes. Give 1 or more.")
 
 

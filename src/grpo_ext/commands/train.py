@@ -43,12 +43,12 @@ def wanted_launch(options: argparse.Namespace) -> Launch | None:
     name, given = options.accelerate_config, options.num_processes
     try:
         recipe = launch_of(options.keys)
-        config = accelerate_config(name) if name else recipe.config
+        config = None if name == "null" else accelerate_config(name) if name else recipe.config
     except ConfigError as error:
         raise ConfigError(_with_the_recipes(error.problems, options.keys)) from None
     if name is None and given is None and not recipe:
         return None
-    processes = given or recipe.processes
+    processes = recipe.processes if given is None else given or None
     return Launch(config or _default_config(processes or 1, options.keys), processes, recipe.options)
 
 

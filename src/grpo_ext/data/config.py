@@ -2,6 +2,7 @@
 
 import typing
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -81,6 +82,16 @@ class DataConfig:
     )
 
 
+def _meant_task(name: str) -> str:
+    """Return the procedural task that a name misspells, "" for the name of a task or of other data."""
+    written, _, task = name.replace("-", "_").partition("/")
+    family = "".join(get_close_matches(written, _FAMILIES, 1, 0.8))
+    meant = f"{family}/{task or _FAMILIES.get(family, '')}"
+    known = meant in _TASKS or (meant.startswith(PROCEDURAL) and not tasks.task_problems(task, {}))
+    sure = written in _FAMILIES or (known and not local_files.is_path(name))
+    return meant if sure and not is_generated(name) else ""
+
+
 def dataset_problems(
     config: DataConfig, dataset_name: str | None = None, *, dataset_config: str | None = None, streaming: bool = False
 ) -> list[Problem]:
@@ -94,20 +105,16 @@ def dataset_problems(
         return found + _unused_kwargs(config, "datasets")
     if not isinstance(dataset_name, str) or not dataset_name:
         return [*found, Problem("dataset_name", dataset_name, "must be a name or a path", "Write one.")]
-    if dataset_name.split("/")[0].replace("-", "_") in _FAMILIES and not is_generated(dataset_name):
-        family, _, task = dataset_name.replace("-", "_").partition("/")
-        cure = f"Write {family}/{task or _FAMILIES[family]}."
-        return [*found, Problem("dataset_name", dataset_name, "names no task", cure)]
+    if meant := _meant_task(dataset_name):
+        return [*found, Problem("dataset_name", dataset_name, "names no task", f"Write {meant}.")]
     if is_generated(dataset_name):
         return found + _procedural_problems(config, dataset_name, dataset_config, streaming)
     found += _unused_kwargs(config, dataset_name)
     if local_files.is_path(dataset_name):
         found += local_files.data_path_problems(dataset_name)
         if dataset_config is not None and Path(dataset_name).expanduser().is_file():
-            reason = f"{dataset_name!r} is one file"
-            found.append(
-                Problem("dataset_config", dataset_config, reason, "Unset dataset_config (--dataset_config null).")
-            )
+            reason, cure = f"{dataset_name!r} is one file", "Unset dataset_config (--dataset_config null)."
+            found.append(Problem("dataset_config", dataset_config, reason, cure))
     return found
 
 
@@ -133,14 +140,12 @@ def value_problems(config: DataConfig) -> list[Problem]:
         value = getattr(config, name)
         if isinstance(value, str) and not value.strip():
             found.append(Problem(name, value, "must be text that is not empty", "Set it, or leave it unset."))
-    size = config.test_size
-    if size is not None and "test_size" not in wrong and not is_size(size):
+    if (size := config.test_size) is not None and "test_size" not in wrong and not is_size(size):
         reason = "must be a fraction between 0 and 1, or a whole number of rows from 1 up"
         found.append(Problem("test_size", size, reason, "Correct it, or leave it unset."))
     low, high = config.min_pass_rate, config.max_pass_rate
     if not wrong and low is not None and high is not None and low > high:
-        beside = {"max_pass_rate": high}
-        found.append(Problem("min_pass_rate", low, "the range is empty", "Exchange the two bounds.", beside))
+        found.append(Problem("min_pass_rate", low, "the range is empty", "Exchange the two.", {"max_pass_rate": high}))
     if isinstance(config.chat_template, str) and config.chat_template.strip():
         found += chat_template.template_problems(config.chat_template)
     try:
@@ -167,11 +172,9 @@ def _procedural_problems(config: DataConfig, name: str, dataset_config: str | No
         if value is not None
     ]
     if streaming:
-        reason = f"{name!r} is made in memory"
-        found.append(Problem("dataset_streaming", True, reason, "Set dataset_streaming: false."))
+        found.append(Problem("dataset_streaming", True, f"{name!r} is made in memory", "Set it to false."))
     if name.startswith(QUICKSTART) and config.test_size is not None:
-        reason = f"{name!r} brings its own evaluation split"
-        found.append(Problem("test_size", config.test_size, reason, "Unset test_size."))
+        found.append(Problem("test_size", config.test_size, f"{name!r} brings its own evaluation split", "Unset it."))
     if name == GAME:
         return found + _unused_kwargs(config, name)
     try:

@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import trl
 from datasets import Dataset
+from datasets.features.features import require_decoding
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response
 from trl.rewards import think_format_reward
@@ -28,9 +26,9 @@ _COPIED, _TAIL = 24, 6
 _MARKS = re.compile(r"mark\d+q7c1f")
 """Stand in for texts: a template may trim or escape a text, but not a mark."""
 _PRINTED = re.compile(r"""['"]type['"]: ['"]text['"]""")
-_READ = ("prompt", "solution", "image", "images", "tools")
-_CONTROL = re.compile(r"<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|\[/?INST\]|<(?:start|end)_of_\w+>")
-"""How chat templates write control tokens."""
+_READ = ("prompt", "solution", "image", "images")
+_CONTROL = re.compile(r"<[|\uff5c][^<>|\uff5c\s]{2,}[|\uff5c]>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_(?:turn|image)>")
+"""How chat templates write control tokens; `<|x|>` may be a norm."""
 _NEVER = 2.0
 
 
@@ -59,7 +57,7 @@ class PromptLook(NamedTuple):
     def __call__(self, rows: Dataset | Sequence[Row], source: str) -> tuple[list[Problem], list[Problem]]:
         """Return why the model cannot be trained on the first rows, and what is probably not meant."""
         if isinstance(rows, Dataset):
-            rows = rows.select_columns([name for name in _READ if name in rows.column_names])
+            rows = rows.select_columns([n for n, f in rows.features.items() if n in _READ or not require_decoding(f)])
         count = min(len(rows), PICTURES_SEEN if image_columns(rows) else SEEN)
         found: dict[str, list[tuple[int, _Fault]]] = {}
         for index in range(count):
@@ -120,18 +118,17 @@ class PromptLook(NamedTuple):
 
     def _unseen_tools(self, row: Row, prompt: str) -> Iterator[_Fault]:
         """Yield tools of the row that the model would not read of; environments bring their own."""
-        unseen = [name for name in _names_of_tools(row.get("tools")) if name not in prompt]
-        if unseen and not self.played:
-            reason = f"its column 'tools' has {', '.join(map(repr, unseen[:3]))}, which the prompt does not name"
-            cure = "Only prompt reaches the model: write the tools into it, or rename the column, as in 'row_tools'."
-            yield _Fault(reason, cure)
+        for column in () if self.played else sorted(row.keys() - {*_READ}):
+            if unseen := [name for name in _names_of_tools(row[column], column) if name not in prompt]:
+                reason = f"its column {column!r} has {str(unseen[:3])[1:-1]}, which the prompt does not name"
+                cure = "Only prompt reaches the model: write the tools into it, or rename the column ('row_tools')."
+                yield _Fault(reason, cure, 0.0 if column == "tools" else _NEVER)
 
     def _foreign(self, texts: list[str], skeleton: str) -> Iterator[_Fault]:
         """Yield a text with control tokens of another model's chat template."""
         own = {*self.tokenizer.get_vocab(), *self.tokenizer.all_special_tokens} if not skeleton else ()
         for text in texts:
-            found = dict.fromkeys(_CONTROL.findall(text))
-            if foreign := [t for t in found if t in _template_tokens() and t not in skeleton and t not in own]:
+            if foreign := [t for t in dict.fromkeys(_CONTROL.findall(text)) if t not in skeleton and t not in own]:
                 shown = ", ".join(map(repr, foreign[:3]))
                 reason = f"a text ({text!r:.60}) holds {shown}: control tokens of another model's chat template"
                 cure = "Give messages with roles and plain texts, to which the model's template adds its own tokens."
@@ -172,8 +169,7 @@ class PromptLook(NamedTuple):
                 else m
                 for m in marked
             ]
-            shown = kind == "image" and rendered(without, self.tokenizer, self.options) != skeleton
-            if not shown:  # TRL passes images on, and nothing else
+            if kind != "image" or rendered(without, self.tokenizer, self.options) == skeleton:  # TRL passes no others
                 yield f"leaves out content parts of type {kind!r}"
 
     def _rendered_before(self, skeleton: str, texts: list[str]) -> Iterator[_Fault]:
@@ -190,24 +186,17 @@ class PromptLook(NamedTuple):
                     return
 
 
-@cache
-def _template_tokens() -> frozenset[str]:
-    """Return the control tokens of all chat templates that TRL has."""
-    files = (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
-    texts = (file.read_text(encoding="utf-8") for file in files)
-    return frozenset(token for text in texts for token in _CONTROL.findall(text))
-
-
-def _names_of_tools(tools: Any) -> list[str]:
-    """Return the names of functions that a value describes, as objects or as JSON text."""
+def _names_of_tools(tools: Any, column: str) -> list[str]:
+    """Return the names of functions that a cell describes; of another column than `tools`, those with parameters."""
     if isinstance(tools, str):
         try:
-            tools = parse_json(tools)
+            tools = parse_json(tools) if tools.lstrip().startswith("[") else None
         except ValueError:
             return []
-    listed = tools if isinstance(tools, list) else []
-    described = [tool.get("function") or tool for tool in listed if isinstance(tool, dict)]
-    return [one["name"] for one in described if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    listed = [tool for tool in (tools if isinstance(tools, list) else ()) if isinstance(tool, dict)]
+    described = (tool.get("function") or tool for tool in listed)
+    named = [one for one in described if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    return [one["name"] for one in named if column == "tools" or "parameters" in one]
 
 
 def _marked(messages: list[Row], in_parts: bool) -> tuple[list[Row], list[str]]:

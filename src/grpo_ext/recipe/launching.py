@@ -177,11 +177,8 @@ def _of_deepspeed_file(path: Path) -> dict[str, Any]:
     """Return the keys of accelerate for what a configuration of DeepSpeed says; none if it cannot be read."""
     try:
         zero = read_json(path)["zero_optimization"]
-        offload = {
-            f"offload_{part}_device": (zero.get(f"offload_{part}") or {}).get("device")
-            for part in ("optimizer", "param")
-        }
-        return {"zero_stage": zero["stage"], **offload}
+        hosts = {part: (zero.get(f"offload_{part}") or {}).get("device") for part in ("optimizer", "param")}
+        return {"zero_stage": zero["stage"]} | {f"offload_{part}_device": host for part, host in hosts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the launch reports it
         return {"zero_stage": 0}
 
@@ -189,10 +186,10 @@ def _of_deepspeed_file(path: Path) -> dict[str, Any]:
 def missing_engine(launch: Launch) -> Iterator[Problem]:
     """Yield why this machine does not have the engine of a launch."""
     engine = engine_of(launch).name
+    if launch.config and read_yaml(launch.config).get("distributed_type") == "MEGATRON_LM":
+        yield Problem("accelerate_config", str(launch.config), "TRL has no Megatron-LM", "Name ddp, fsdp2 or zero3.")
     if engine.startswith("DeepSpeed") and find_spec("deepspeed") is None:
-        cure = (
-            "Install it (pip install 'grpo-ext[deepspeed]'), or launch by --accelerate_config ddp, cpu_ddp or fsdp2."
-        )
+        cure = "Install it (pip install 'grpo-ext[deepspeed]'), or give --accelerate_config ddp, cpu_ddp or fsdp2."
         name = launch.config.stem if launch.config else " ".join(launch.options)
         yield Problem("accelerate_config", name, f"{engine} needs deepspeed, which is not installed", cure)
 

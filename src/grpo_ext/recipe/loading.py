@@ -95,11 +95,13 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Tokenizer) -> list[Row]:
     dataset: AnyDataset | None
     if chosen.dataset_name is None and chosen.split is None:
         _, dataset = datasets_of(recipe, tokenizer, evaluates=True, data=data)
+    elif name is None:
+        raise DataError([Problem("split", chosen.split, "datasets has no splits by name", "Set dataset_name.")])
     elif is_generated(name):
-        dataset = load_generated(str(name), data, chosen.split or "test", tokenizer, template)
+        dataset = load_generated(name, data, chosen.split or "test", tokenizer, template)
     else:
         dataset, _ = load_datasets(
-            str(name),
+            name,
             dataclasses.replace(data, test_size=None),  # which holds rows out of the training data
             dataset_config=chosen.dataset_config if chosen.dataset_name else recipe.script.dataset_config,
             train_split=chosen.split or _default_split(chosen, recipe),

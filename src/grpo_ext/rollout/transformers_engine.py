@@ -151,7 +151,15 @@ class TransformersSampler:
             # not in an evaluation, which draws as `generate` does, whatever the launch
             uniforms = torch.rand(rows, longest, dtype=widest(device), device=device)
         filled = contexts + [[self.trainer.eos_token_ids[0]]] * (rows - len(contexts))
-        made = self._generated(filled, longest, uniforms, fields)
+        try:
+            made = self._generated(filled, longest, uniforms, fields)
+        except IndexError as error:
+            if not any(beyond):
+                raise
+            reason = (
+                f"the model's table ends at position {positions}, and a prompt has {max(map(len, contexts))} tokens"
+            )
+            raise ConfigError([Problem("max_completion_length", longest, reason, "Set it lower.")]) from error
         return [
             Sampled(one.ids[:limit], None if one.logps is None else one.logps[:limit], one.kept)
             for one, limit in zip(made, limits, strict=False)

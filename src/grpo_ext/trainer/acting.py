@@ -271,7 +271,7 @@ def _exits(name: str, attempts: Sequence[Record]) -> str:
     statuses = Counter(record.status or 0 for record in crashed)
     counts = ", ".join(f"{count} with {status}" for status, count in sorted(statuses.items()))
     return (
-        f"environment {name!r}: of {len(attempts)} programs {len(crashed)} ended with another status than 0 "
+        f"environment {name!r}: of {len(attempts)} programs or tests {len(crashed)} ended with a nonzero status "
         f"({counts}); shown once, counted in environments/{name}/nonzero_exit. The first, with {crashed[0].status}, "
         f"printed: {' '.join(crashed[0].output.split()) or 'nothing'}"
     )

@@ -117,6 +117,7 @@ class Command(Agent):
         if self._test:
             self._prepare_test(row, folder)
             status = self._status(self._test, row, folder, own, OUTPUTS[1])
+            self.status = self.status or status  # a test that crashes looks like a wrong answer
         if self._reward == "exit" or (self._test and status):
             return float(status == 0)
         return self._number(folder) if self._reward == "file" else None

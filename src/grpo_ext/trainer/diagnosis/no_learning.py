@@ -6,6 +6,8 @@ _STILL = 1e-11
 """Relative change below which no weight has moved; a learning rate of 1e-9 still moves float32 weights by 4e-10."""
 _CERTAIN = 1e-6
 """Nats per token below which a policy has one completion for each prompt."""
+_FAR = 1e-3
+"""Relative change of a step that may destroy a policy; most runs stay below it, and those of tiny models may not."""
 
 
 def no_signal(history: History) -> str:
@@ -21,8 +23,7 @@ def no_signal(history: History) -> str:
 def all_masked(history: History) -> str:
     """Find logs without a token to train on."""
     name = "completions/skipped"
-    values = known_of(history.columns.get(name, []))
-    values = values if history.complete and len(values) < TREND else values[-TREND:]
+    values = known_of(history.columns.get(name, []))[-TREND:]
     if not values or min(values) < 1 or len(values) < (1 if history.complete else TREND):
         return ""
     cut = history.recent(CUT, len(values))
@@ -30,39 +31,39 @@ def all_masked(history: History) -> str:
 
 
 def no_weight_moves(history: History) -> str:
-    """No weight has moved in the whole log, although each of the last steps had a gradient and no warm-up."""
+    """No weight has moved in the whole log, although each of the last steps had a gradient; a warm-up has its time."""
     name, rows = "weights/change", 2 if history.complete else ROWS
     changes, norms = known_of(history.columns.get(name, [])), history.last("grad_norm", rows)
     rates, silent = history.last("learning_rate", rows), history.last(SILENT, rows)
     if len(changes) < rows or max(changes) > _STILL or not norms or min(norms) == 0:
         return ""
-    if (rates and rates[-1] > rates[0]) or (silent and max(silent) == 1):
+    warms_up = bool(rates) and rates[-1] > rates[0] and not (history.complete and len(changes) >= TREND)
+    if warms_up or (silent and max(silent) == 1):
         return ""
     return f"{name} {span(changes)} in all {len(changes)} logs, grad_norm {span(norms)}, learning_rate {span(rates)}"
 
 
 def collapsed(history: History) -> str:
-    """Find a policy that has one completion for each prompt, and a worse one than at the start.
-
-    Without a gradient the entropy is not computed; the texts of the groups then show the same in more logs.
-    """
-    rewards = known_of(history.columns.get("reward", []))
-    now, entropies = history.last("reward", ROWS), history.columns.get("entropy", [])[-ROWS:]
-    if not now or max(now) >= rewards[0] or any(entropy is not None and entropy > _CERTAIN for entropy in entropies):
+    """Find a policy that is worse than at the start and cannot learn: sure of one completion, or without a signal."""
+    now, entropies = history.last("reward", ROWS), known_of(history.columns.get("entropy", [])[-ROWS:])
+    rewards, silent, moves = (known_of(history.columns.get(n, [])) for n in ("reward", SILENT, "weights/change"))
+    if not now or max(now) >= rewards[0]:
         return ""
     start = f"reward {span(now)}, {rewards[0]:.3g} in the first log"
-    if known := known_of(entropies):
-        return f"entropy {span(known)} in {ROWS} logs; {start}"
-    long, texts, silent = (history.last(name, MANY) for name in ("reward", "groups/distinct", SILENT))
-    one = bool(long and texts and silent) and max(texts) == min(texts) <= 0.5 and min(silent) == 1
-    return f"groups/distinct {span(texts)} and {SILENT} 1 in {MANY} logs; {start}" if one else ""
+    if entropies and max(entropies) <= _CERTAIN:
+        return f"entropy {span(entropies)} in {ROWS} logs; {start}"
+    lost = next((at for at, value in enumerate(reversed(silent)) if value < 1), 0)
+    texts = history.last("groups/distinct", MANY)  # without a gradient no entropy is logged
+    if lost >= MANY and texts and max(texts) == min(texts) <= 0.5:
+        return f"groups/distinct {span(texts)} and {SILENT} 1 in the last {lost} logs; {start}"
+    far = max(moves, default=0.0) > _FAR and lost >= max(ROWS if history.complete else TREND, history.rows / 2)
+    return f"weights/change up to {max(moves):.3g}, {SILENT} 1 in the last {lost} logs; {start}" if far else ""
 
 
 def agent_fails(history: History) -> str:
     """Find an agent of which no attempt has ended with status 0, nor any been paid differently from others."""
     names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/nonzero_exit")]
-    for name in names:
-        values = known_of(history.columns[name])
-        if len(values) >= (1 if history.complete else TREND) and min(values) == 1 and no_signal(history):
+    for name in names if no_signal(history) else ():
+        if min(values := known_of(history.columns[name]), default=0) == 1:
             return f"{name} 1 in all {len(values)} logs"
     return ""

@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = (
         no_learning.agent_fails,
         ("environments/NAME/nonzero_exit", "advantages/zero_variance_groups"),
         "`environments/NAME/nonzero_exit` and `advantages/zero_variance_groups` are 1 in every log",
-        "every attempt's program has ended with another status than 0: it crashes, or has never succeeded",
+        "every attempt's program or test has ended with another status than 0: it crashes, or has never succeeded",
         "The warning has the first output, `log_completions: true` the end of each (column `output`). If it crashes, "
         "repair it or its arguments; if it works, prompts are too hard, or `max_completion_length` and `max_turns` "
         "too low.",
@@ -148,8 +148,8 @@ RULES: tuple[Rule, ...] = (
         ("weights/change", "grad_norm"),
         "`weights/change` is 0 in every log, although `grad_norm` is not",
         "optimizer steps change no weight, so that nothing is learned",
-        "Raise `learning_rate`, or `max_grad_norm` if it is far below `grad_norm`; set `dtype: float32` if weights "
-        "are in bfloat16 or float16, which round small updates away.",
+        "Raise `learning_rate`, or `max_grad_norm` if it is far below `grad_norm`; shorten `warmup_steps`; set "
+        "`dtype: float32` if weights are in bfloat16 or float16, which round small updates away.",
     ),
     Rule(
         "end token lost",
@@ -190,8 +190,8 @@ RULES: tuple[Rule, ...] = (
         "policy collapsed",
         no_learning.collapsed,
         ("reward", "groups/distinct"),
-        "`entropy` is 0, or all completions of a prompt are one text, and `reward` is below the first log's",
-        "a step has destroyed the policy, which now writes one completion for each prompt and cannot learn another",
+        "`reward` is below the first log's, and `entropy` is 0, or `advantages/zero_variance_groups` 1 ever since",
+        "a step has destroyed the policy: rewards tell none of its completions from others, so that it cannot recover",
         "Start again with a lower `learning_rate`, a warm-up (`warmup_steps`) or a lower `max_grad_norm`.",
     ),
     Rule(
