@@ -274,8 +274,9 @@ def evaluated(run, name, model, right, **changed):
     """What `grpo-ext eval --model` leaves: no step, the share of right samples by prompt."""
     mean = sum(right) / len(right)
     figures = {"avg@4": {"mean": mean, "low": mean - 0.2, "high": mean + 0.2, "prompts": len(right)}}
+    share = {"accuracy": dict(enumerate(right))}
     content = {"set": "test", "model": model, "step": None, "figures": figures, "settings": {"samples": 4}}
-    leave(run, f"evaluation/test/{name}.json", json.dumps(content | {"right": {"accuracy": dict(enumerate(right))}} | changed))
+    leave(run, f"evaluation/test/{name}.json", json.dumps(content | {"right": share} | changed))
 
 
 GAINS = [

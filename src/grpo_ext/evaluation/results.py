@@ -5,7 +5,9 @@ import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from grpo_ext.bounded import read_json, write_text
@@ -19,6 +21,8 @@ from grpo_ext.tables import Table
 
 EVALUATION = "evaluation"
 """In a run's folder: <set>/<model or step>.json and the samples beside it."""
+TOKENS_RIGHT = "tokens_of_right"
+"""Mean length of the samples that are right."""
 _Figures = dict[str, Mean]
 _NO_ANSWER = re.compile(r"|None|\[[A-Za-z ]+\]")
 """Answers that mean that none was found, such as `accuracy`'s [no answer] and [cut off]."""
@@ -113,7 +117,9 @@ def per_prompt(chosen: EvalSet, samples: Sequence[Row]) -> list[Row]:
         groups.setdefault(sample["index"], []).append(sample)
     found = []
     for group in groups.values():
-        right, shares = {}, {}
+        right: dict[str, float] = {}
+        shares: dict[str, float] = {}
+        means = _group_means(chosen, group)
         for judge in chosen.judges:
             values = [sample[f"rewards/{judge}"] for sample in group]
             if any(value is not None for value in values):
@@ -122,7 +128,8 @@ def per_prompt(chosen: EvalSet, samples: Sequence[Row]) -> list[Row]:
                 first = judge == chosen.judges[0]
                 named = _shares(chosen, group, judged, votes=first)
                 shares |= named if first else {f"{judge}/{name}": share for name, share in named.items()}
-        means = _group_means(chosen, group)
+                if first and any(judged):
+                    means[TOKENS_RIGHT] = fmean(compress((sample["tokens"] for sample in group), judged))
         found.append({"source": group[0].get(chosen.source_column), "right": right, "shares": shares, "means": means})
     return found
 
