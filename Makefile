@@ -49,7 +49,7 @@ help:
 	@echo "make bench         time steps with every feature off beside stock TRL, and read the answers of math-verify's cases"
 	@echo "make bench-gpu     check and time everything on this machine's GPU, beside stock TRL, and rewrite docs/launching.md's table; 10 minutes"
 	@echo "make bench-real MODEL=FOLDER DATA=FOLDER BEFORE=FOLDER  time steps of a real model on GSM8K beside stock TRL (DEVICE=cuda, ARGS='--lora')"
-	@echo "make bench-curves MODEL=FOLDER DATA=FOLDER  train a real model on GSM8K by the recipes for a laptop: curves, accuracy before and after"
+	@echo "make bench-curves MODEL=FOLDER  train a real model from three seeds, by a random reward and by stock TRL, and evaluate all: 2 hours"
 	@echo "make bench-losses  train the quickstart task with six losses and write benchmarks/losses.md"
 	@echo "make bench-overlap time steps in turn beside those that overlap with rollouts, and rewrite docs/overlap.md's table; 12 minutes"
 	@echo "make bench-environments  let a thousand attempts at environments and agents fail, and see what that costs the others"
@@ -159,8 +159,8 @@ bench-real: install
 	$(BIN)/python benchmarks/real_model.py --model "$(MODEL)" --data "$(DATA)" --before '$(BEFORE)' --device $(DEVICE) $(ARGS)
 
 bench-curves: install
-	@echo "bench-curves: the recipes for a laptop, trained to the end from MODEL on DATA; hours, may be stopped and resumed"
-	$(BIN)/python benchmarks/real_curves.py --model "$(MODEL)" --data "$(DATA)"
+	@echo "bench-curves: three seeds, a control and stock TRL, trained from MODEL and evaluated; 2 hours, may be stopped and resumed"
+	$(BIN)/python benchmarks/real_curves.py --model "$(MODEL)"
 
 bench-losses: install
 	@echo "bench-losses: the quickstart task with six losses"

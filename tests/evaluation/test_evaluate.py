@@ -15,7 +15,7 @@ from grpo_ext.data.eval_sets import EvalSet, parse_eval_sets
 from grpo_ext.errors import ConfigError, RewardError, RunInterrupted
 from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.evaluation.evaluate import evaluate, prompts_at_a_time
-from grpo_ext.evaluation.results import Result, difference, logged_figures, per_prompt, result
+from grpo_ext.evaluation.results import Result, differences, logged_figures, per_prompt, result
 from grpo_ext.evaluation.sampling import evaluating
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
@@ -175,7 +175,7 @@ def test_environments_play_one_game_for_each_prompt(tmp_path):
     made = [GRPOExtTrainer(tiny.model(), None, args, rows, **played) for _ in range(2)]
     made[1].state.global_step = 7
     rewards = (RewardSpec("said", "test_evaluate:messages"), RewardSpec("by_turn", "test_evaluate:turns_of"))
-    chosen = replace(SET, plays=True, judge="environment", rewards=rewards)
+    chosen = replace(SET, plays=True, judge=("environment",), rewards=rewards)
     found = [drawn(one, tmp_path, chosen, rows, name=f"{i}") for i, one in enumerate(made)]
     paid = [[s["rewards/environment"] for s in samples] for samples in found]
     assert paid[0] == paid[1]
@@ -273,6 +273,22 @@ def test_figures_by_hand():
     assert found.figures["rewards/judge"].mean == pytest.approx((2 / 3 + 1 / 4) / 2)
 
 
+def test_a_lenient_judge_stands_beside_the_strict_one():
+    values = [(0, 1), (0, 1), (0, None), (1, 1)]
+    samples = [sample(0, strict) | {"rewards/lenient": lenient} for strict, lenient in values]
+    samples += [sample(1, 0) | {"rewards/lenient": None} for _ in range(4)]
+    rewards = (*JUDGED.rewards, RewardSpec("lenient", "last_number"))
+    found = result(replace(JUDGED, judge=("judge", "lenient"), rewards=rewards), samples, model="m")
+    assert found.right == {"judge": {"0": 0.25, "1": 0.0}, "lenient": {"0": 0.75}}
+    assert found.figures["pass@2"].mean == pytest.approx(1 / 4)
+    assert found.figures["lenient/pass@2"].mean == 1.0
+    assert found.left_out == 0
+    assert differences([found, replace(found, model="n", right={"judge": {"0": 1, "1": 0}, "lenient": {"0": 1}})]) == [
+        "n, right by judge: +0.375  (-4.390 to +5.140), prompt by prompt over 2",
+        "n, right by lenient: +0.250  (-inf to +inf), prompt by prompt over 1",
+    ]
+
+
 def test_right_answers_vote_together_however_they_are_written():
     samples = [sample(0, v, r) for v, r in [(1, "18"), (1, "18 dollar"), (0, "17"), (0, "17"), (1, "18.00")]]
     found = result(replace(JUDGED, samples=5, k=(5,)), samples, model="m")
@@ -305,7 +321,8 @@ def test_two_models_are_compared_prompt_by_prompt():
         for right in ([0, 2, 4, 1], [1, 3, 4, 2])
     )
     # differences 1/4, 1/4, 0, 1/4: mean .1875, standard error .0625, t = 3.18245
-    assert difference(before, after) == "avg@4: +0.188  (-0.011 to +0.386), prompt by prompt over 4"
+    line = "m, right by judge: +0.188  (-0.011 to +0.386), prompt by prompt over 4"
+    assert differences([before, after]) == [line]
 
 
 def test_prompts_of_the_same_text_are_two():

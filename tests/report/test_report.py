@@ -274,8 +274,9 @@ def evaluated(run, name, model, right, **changed):
     """What `grpo-ext eval --model` leaves: no step, the share of right samples by prompt."""
     mean = sum(right) / len(right)
     figures = {"avg@4": {"mean": mean, "low": mean - 0.2, "high": mean + 0.2, "prompts": len(right)}}
+    share = {"accuracy": dict(enumerate(right))}
     content = {"set": "test", "model": model, "step": None, "figures": figures, "settings": {"samples": 4}}
-    leave(run, f"evaluation/test/{name}.json", json.dumps(content | {"right": dict(enumerate(right))} | changed))
+    leave(run, f"evaluation/test/{name}.json", json.dumps(content | {"right": share} | changed))
 
 
 GAINS = [
@@ -296,6 +297,14 @@ def test_results_of_eval_for_the_model_before_and_after_lead_the_page(before, af
     assert f"{verdict}: test avg@4" in page.text
     assert f"at step 20, by prompt {gained:+.3g} (" in page.text
     assert "over 4 prompts." in page.text
+
+
+def test_a_reward_that_rises_alone_is_named(tmp_path):
+    log = logged(20)
+    for after, named in ((0.3, True), (0.75, False)):
+        run = run_folder(tmp_path / f"to_{after}", log=log)
+        page = page_of(tmp_path, with_evaluation(with_evaluation(run, 0, 0.25), 20, after))
+        assert ("Yet the reward in training rose from" in page.text) == named
 
 
 def test_results_under_other_settings_are_not_paired(tmp_path):

@@ -266,3 +266,25 @@ def test_what_shows_nothing_is_no_content(blank):
     assert rewards["format"](texts, style="think") == [0.0, 0.0, 1.0]
     assert rewards["format"]([f"<think>\na\n</think>\n<answer>\n{blank}\n</answer>"]) == [0.0]
     assert rewards["format"]([rf"\boxed{{{blank}}}", rf"\boxed{{{blank}1}}"], style="boxed") == [0.0, 1.0]
+
+
+# Rewards to compare with.
+
+
+def test_the_last_number_counts_whatever_stands_around_it():
+    said = ["<answer>46", "46", "40 + 6 = **46.0** apples", "46, no, 45", "no number", "1,046"]
+    golds = ["46", "#### 46", "46", "46", "46", "1046"]
+    assert rewards["last_number"](completions=said, solution=golds) == [1, 1, 1, 0, 0, 1]
+    assert rewards["last_number"](completions=["46", "46"], solution=["x", None]) == [None, None]
+
+
+def test_a_random_reward_pays_its_rate_and_the_same_text_alike():
+    random, said = rewards["random"], [str(i) for i in range(4000)]
+    paid = random(completions=said, prompts=["p"] * 4000, rate=0.3)
+    assert sum(paid) / 4000 == pytest.approx(0.3, abs=0.03)
+    assert paid == random(completions=said, prompts=["p"] * 4000, rate=0.3)
+    for other in ({"prompts": ["q"] * 4000}, {"prompts": ["p"] * 4000, "salt": 1}):
+        both = zip(paid, random(completions=said, rate=0.3, **other), strict=True)
+        assert sum(a * b for a, b in both) / 4000 == pytest.approx(0.09, abs=0.02)
+    with pytest.raises(ValueError, match="rate"):
+        random(completions=[], prompts=[], rate=1.5)

@@ -18,6 +18,7 @@ SOUND: dict[str, Callable[[int], float]] = {
     "rewards/format/of_advantage": lambda s: 0.4,
     "rewards/same_text_differs": lambda s: 0.0,
     "reward": lambda s: (1.3, 1.5, 1.2, 1.4)[s % 4],
+    "reward_std": lambda s: 0.5,
     "entropy": lambda s: (0.5, 0.6, 0.45)[s % 3],
     "advantages/zero_variance_groups": lambda s: (0.25, 0.5)[s % 2],
     "advantages/of_reward": lambda s: 0.97,

@@ -17,6 +17,7 @@ GROWING = {"sampling/mismatch": lambda n: 2e-3 * n, "sampling/bias": lambda n: 2
 TURNS = {"sampling/mismatch_first_turn": 0.02, "sampling/mismatch_later_turns": 0.16}
 DEPTHS = {"sampling/mismatch_from_0": 0.02, "sampling/mismatch_from_128": 0.16}
 SILENT = {"advantages/zero_variance_groups": 1.0, "groups/all_wrong": 1.0}
+HACKED = {"reward": 2.1, "eval_test/avg@1": 0.25, "eval_test/avg@1_low": 0.2, "eval_test/avg@1_high": 0.3}
 FAULTS = {
     "reward fails": ({"rewards/format/errors": 64.0, "rewards/format/none_frac": 1.0, "rewards/format/std": None}, 2),
     "environment fails": ({"environments/guess/failed": 0.75}, 3),
@@ -45,6 +46,7 @@ FAULTS = {
     "stale batches": ({"ratio/ess_completions": lambda n: (0.1, 0.29)[n % 2], "clip_ratio/region_mean": 0.15}, 3),
     "sign of a reward": ({"rewards/accuracy/mean": lambda n: -(0.5, 0.45)[n % 2]}, 3),
     "constant reward": ({"rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 0.0}, 3),
+    "reward without gain": (HACKED, 2),
     "completions no longer end": ({"completions/clipped_ratio": 0.9}, 3),
     "no signal": (SILENT, 5),
 }  # fmt: skip
@@ -76,6 +78,7 @@ NEIGHBOURS = {
     "stale batches": {"ratio/ess_completions": 0.1, "clip_ratio/region_mean": lambda n: 0.09 * (n % 2)},
     "sign of a reward": {"rewards/accuracy/mean": lambda n: 0.3 - 0.01 * n},
     "constant reward": {"rewards/format/mean": 1.0, "rewards/format/std": 0.0},
+    "reward without gain": HACKED | {"eval_test/avg@1_high": 0.5},
     "completions no longer end": {"completions/clipped_ratio": lambda n: 0.9 if n % 3 else 0.5},
     "no signal": {"advantages/zero_variance_groups": 1.0, "groups/all_right": 1.0},  # a task that is learned
 }

@@ -28,7 +28,7 @@ from grpo_ext.errors import (
     ServerLost,
 )
 from grpo_ext.evaluation.evaluate import evaluate
-from grpo_ext.evaluation.results import EVALUATION, Result, difference, result, table
+from grpo_ext.evaluation.results import EVALUATION, Result, differences, result, table
 from grpo_ext.recipe.loading import rows_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -70,8 +70,7 @@ def run(options: argparse.Namespace) -> int:
     for chosen in sets if len(models) > 1 else ():
         results = [Result.read(_file(recipe, options, chosen, model)) for model in models]
         show(table(results))
-        if len(results) == 2:
-            print(f"{difference(*results)}\n")
+        print(*differences(results), "", sep="\n")
     return 0
 
 

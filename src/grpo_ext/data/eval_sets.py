@@ -15,7 +15,7 @@ from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.options import Count, Within
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec, parse_rewards
-from grpo_ext.rewards.protocol import ENVIRONMENT, RIGHT
+from grpo_ext.rewards.protocol import ENVIRONMENT, RIGHT, deciding_reward
 
 DATA_KEYS = tuple(f.name for f in dataclasses.fields(DataConfig))
 """Keys of the data that a set may override; the recipe has the others."""
@@ -32,8 +32,9 @@ class EvalSet:
         split: of the dataset; None: the recipe's `dataset_test_split`.
         data: the recipe's data keys that this set overrides.
         rewards: by default those of the recipe.
-        judge: reward that decides what is right, by a value of at least `threshold`; None: `accuracy`, else the first.
-        threshold: the judge's value from which a completion is right.
+        judge: reward that decides what is right, by a value of at least `threshold`; several, such as a strict and a
+            lenient one, judge beside each other; None: `accuracy`, else the first.
+        threshold: a judge's value from which a completion is right.
         samples: completions per prompt.
         k: of pass@k and maj@k; empty: the powers of 2 up to `samples`.
         temperature: 0 decodes greedily.
@@ -54,7 +55,7 @@ class EvalSet:
     split: str | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
     rewards: Sequence[RewardSpec] = ()
-    judge: str | None = None
+    judge: tuple[str, ...] = ()
     threshold: float = RIGHT
     samples: Count = 1
     k: tuple[int, ...] = ()
@@ -79,8 +80,13 @@ class EvalSet:
         """`k`, or its default."""
         return self.k or tuple(2**i for i in range(self.samples.bit_length()) if 2**i <= self.samples)
 
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """`judge`, or its default."""
+        return self.judge or (deciding_reward(self.reward_names),)
 
-_OWN = Spec.of(EvalSet, "data", "rewards", "plays", "k")
+
+_OWN = Spec.of(EvalSet, "data", "rewards", "plays", "k", "judge")
 _SPEC = Spec.of(
     EvalSet,
     "data",
@@ -89,6 +95,7 @@ _SPEC = Spec.of(
     example="{name: test, samples: 4}",
     **typing.get_type_hints(DataConfig),
     k=int | list[int] | tuple[int, ...],
+    judge=str | list[str] | tuple[str, ...],
     reward_funcs=object,
 )
 
@@ -126,9 +133,14 @@ def parse_eval_sets(
 def _of_entry(entry: Mapping[str, typing.Any], rewards: Sequence[RewardSpec], plays: bool) -> EvalSet:
     values = {key: entry[key] for key in _OWN.hints if entry.get(key) is not None}
     data = {key: entry[key] for key in DATA_KEYS if key in entry}
-    k = entry.get("k") or ()
-    ks = tuple(k) if isinstance(k, list | tuple) else (k,)
-    return EvalSet(**values, k=ks, data=data, rewards=rewards, plays=plays)
+    k, judges = _several(entry.get("k")), _several(entry.get("judge"))
+    return EvalSet(**values, k=k, judge=judges, data=data, rewards=rewards, plays=plays)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def problems_of(chosen: EvalSet) -> Iterator[Problem]:
@@ -144,8 +156,9 @@ def problems_of(chosen: EvalSet) -> Iterator[Problem]:
         if not 1 <= k <= samples:
             cure = "Give whole numbers from 1 to samples, or raise samples."
             yield Problem("k", k, "out of range", cure, {"samples": samples})
-    if chosen.judge is not None and chosen.judge not in names:
-        yield Problem("judge", chosen.judge, "no reward has this name", did_you_mean(chosen.judge, names))
+    for judge in chosen.judge:
+        if judge not in names:
+            yield Problem("judge", judge, "no reward has this name", did_you_mean(judge, names))
     if models := [spec.name for spec in chosen.rewards if spec.is_model]:
         reason = f"TRL loads {', '.join(models)} itself, for training only"
         yield Problem("reward_funcs", ABSENT, reason, "Use reward_model in its place.")

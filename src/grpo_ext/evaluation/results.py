@@ -5,7 +5,9 @@ import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from grpo_ext.bounded import read_json, write_text
@@ -15,11 +17,12 @@ from grpo_ext.errors import redacted
 from grpo_ext.evaluation.estimators import Mean, maj_at_k, mean_of, mean_of_shares, pass_at_k
 from grpo_ext.evaluation.evaluate import ANSWER_READ, FAILED, TURNS
 from grpo_ext.rewards.library.math_judgement import by_value
-from grpo_ext.rewards.protocol import deciding_reward as default_judge
 from grpo_ext.tables import Table
 
 EVALUATION = "evaluation"
 """In a run's folder: <set>/<model or step>.json and the samples beside it."""
+TOKENS_RIGHT = "tokens_of_right"
+"""Mean length of the samples that are right."""
 _Figures = dict[str, Mean]
 _NO_ANSWER = re.compile(r"|None|\[[A-Za-z ]+\]")
 """Answers that mean that none was found, such as `accuracy`'s [no answer] and [cut off]."""
@@ -36,8 +39,8 @@ class Result:
         settings: those of the set.
         figures: means over prompts, by name.
         by_source: the same for the prompts of each source.
-        left_out: prompts that have no sample which the judge could score.
-        right: share of right samples of each prompt, by its index in the set.
+        left_out: prompts that have no sample which the first judge could score.
+        right: for each judge the share of right samples of each prompt, by its index in the set.
     """
 
     set: str
@@ -47,7 +50,7 @@ class Result:
     figures: _Figures
     by_source: dict[str, _Figures] = field(default_factory=dict)
     left_out: int = 0
-    right: dict[str, float] = field(default_factory=dict)
+    right: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write a JSON file."""
@@ -88,7 +91,7 @@ def result(chosen: EvalSet, samples: Sequence[Row], *, model: str, step: int | N
     prompts = per_prompt(chosen, samples)
     sources = sorted({str(prompt["source"]) for prompt in prompts if prompt["source"] is not None})
     settings = {name: value for name, value in asdict(chosen).items() if name not in ("name", "rewards", "plays")}
-    settings |= {"rewards": [asdict(spec) for spec in chosen.rewards], "judge": judge_of(chosen), "k": chosen.ks}
+    settings |= {"rewards": [asdict(spec) for spec in chosen.rewards], "judge": chosen.judges, "k": chosen.ks}
     return Result(
         chosen.name,
         model,
@@ -96,40 +99,46 @@ def result(chosen: EvalSet, samples: Sequence[Row], *, model: str, step: int | N
         redacted(settings),
         figures(prompts),
         {source: figures([p for p in prompts if str(p["source"]) == source]) for source in sources},
-        sum(not prompt["judged"] for prompt in prompts),
-        {str(i): share for i, prompt in enumerate(prompts) for share in list(prompt["shares"].values())[:1]},
+        sum(chosen.judges[0] not in prompt["right"] for prompt in prompts),
+        {
+            judge: {str(i): prompt["right"][judge] for i, prompt in enumerate(prompts) if judge in prompt["right"]}
+            for judge in chosen.judges
+        },
     )
 
 
-def judge_of(chosen: EvalSet) -> str:
-    """Name of the reward that decides what is right."""
-    return chosen.judge or default_judge(chosen.reward_names)
-
-
 def per_prompt(chosen: EvalSet, samples: Sequence[Row]) -> list[Row]:
-    """Return the figures of each prompt by name; `judged` is false if the judge could not score any of its samples.
+    """Return the figures of each prompt by name; `right` has the judges that could score any of its samples.
 
-    A sample that the judge could not score beside others that it could, such as a truncated one, is not right.
+    A sample that a judge could not score beside others that it could, such as a truncated one, is not right.
     """
     groups: dict[int, list[Row]] = {}
     for sample in samples:
         groups.setdefault(sample["index"], []).append(sample)
-    column = f"rewards/{judge_of(chosen)}"
     found = []
     for group in groups.values():
-        values = [sample[column] for sample in group]
-        right = [value is not None and value >= chosen.threshold for value in values]
-        prompt = {"source": group[0].get(chosen.source_column), "judged": any(v is not None for v in values)}
-        shares = _shares(chosen, group, right) if prompt["judged"] else {}
-        found.append({**prompt, "shares": shares, "means": _group_means(chosen, group)})
+        right: dict[str, float] = {}
+        shares: dict[str, float] = {}
+        means = _group_means(chosen, group)
+        for judge in chosen.judges:
+            values = [sample[f"rewards/{judge}"] for sample in group]
+            if any(value is not None for value in values):
+                judged = [value is not None and value >= chosen.threshold for value in values]
+                right[judge] = sum(judged) / len(judged)
+                first = judge == chosen.judges[0]
+                named = _shares(chosen, group, judged, votes=first)
+                shares |= named if first else {f"{judge}/{name}": share for name, share in named.items()}
+                if first and any(judged):
+                    means[TOKENS_RIGHT] = fmean(compress((sample["tokens"] for sample in group), judged))
+        found.append({"source": group[0].get(chosen.source_column), "right": right, "shares": shares, "means": means})
     return found
 
 
-def _shares(chosen: EvalSet, group: Sequence[Row], right: Sequence[bool]) -> dict[str, float]:
+def _shares(chosen: EvalSet, group: Sequence[Row], right: Sequence[bool], *, votes: bool) -> dict[str, float]:
     shares = {f"avg@{len(group)}": sum(right) / len(right)}
     ks = [k for k in chosen.ks if k > 1]
     shares |= {f"pass@{k}": pass_at_k(len(group), sum(right), k) for k in ks}
-    if any(ANSWER_READ in sample for sample in group):
+    if votes and any(ANSWER_READ in sample for sample in group):
         answers = [
             None if _NO_ANSWER.fullmatch(str(sample.get(ANSWER_READ) or "")) else sample[ANSWER_READ]
             for sample in group
@@ -200,11 +209,17 @@ def _cell(mean: Mean | None) -> str:
 
 
 def gain(before: Mapping[str, float], after: Mapping[str, float]) -> Mean:
-    """Return the mean difference of the shares of right samples, paired by prompt (`Result.right`)."""
+    """Return the mean difference of a judge's shares of right samples (`Result.right`), paired by prompt."""
     return mean_of([after[i] - before[i] for i in before if i in after])
 
 
-def difference(before: Result, after: Result) -> str:
-    """Return how much more is right after than before, paired by prompt, which two separate intervals cannot show."""
-    found, name = gain(before.right, after.right), next(iter(after.figures))
-    return f"{name}: {found.mean:+.3f}  ({found.low:+.3f} to {found.high:+.3f}), prompt by prompt over {found.prompts}"
+def differences(results: Sequence[Result]) -> list[str]:
+    """Return how much more is right than in the first result, paired by prompt, which intervals apart cannot show."""
+    first, *others = results
+    lines = []
+    for other in others:
+        for judge in first.right:
+            found = gain(first.right[judge], other.right[judge])
+            interval = f"{found.mean:+.3f}  ({found.low:+.3f} to {found.high:+.3f})"
+            lines.append(f"{other.model}, right by {judge}: {interval}, prompt by prompt over {found.prompts}")
+    return lines

@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ def held_out(run: RunFolder) -> list[_Change]:
     for found in run.evaluations:
         if (step := _step(run, found)) is not None:
             by_set.setdefault(found["set"], []).append((step, found))
-    changes = [change for name, results in by_set.items() if (change := _change(name, results)) is not None]
+    changes = [change for name, results in by_set.items() for change in _changes(name, results)]
     known = _known(run, "eval_reward")
     if not changes and len(known) > 1:
         return [_Change("eval_reward", _Value(*known[0]), _Value(*known[-1]))]
@@ -85,17 +85,24 @@ def _step(run: RunFolder, found: Mapping[str, Any]) -> float | None:
     return float(checkpoint[1]) if checkpoint else float(run.step) if parts[-1] == folder else None
 
 
-def _change(name: str, results: list[tuple[float, dict[str, Any]]]) -> _Change | None:
-    """Return how a set's first figure changed between its first and its last result."""
+def _changes(name: str, results: list[tuple[float, dict[str, Any]]]) -> Iterator[_Change]:
+    """Yield how the share that each judge calls right changed between a set's first and its last result."""
     results.sort(key=lambda pair: pair[0])
     (_, first), (_, last) = results[0], results[-1]
-    figure = next((f for f in first["figures"] if f.startswith("avg@")), next(iter(first["figures"])))
-    ends = [_value(step, found["figures"][figure]) for step, found in results if figure in found["figures"]]
-    if len(ends) < 2:
-        return None
-    same = first.get("settings") == last.get("settings") and figure in last["figures"]
-    paired = gain(first.get("right") or {}, last.get("right") or {}) if same else None
-    return _Change(f"{name} {figure}", ends[0], ends[-1], paired if paired and paired.prompts > 1 else None)
+    shares = [figure for figure in first["figures"] if figure.rpartition("/")[2].startswith("avg@")]
+    for figure in shares or list(first["figures"])[:1]:
+        ends = [_value(step, found["figures"][figure]) for step, found in results if figure in found["figures"]]
+        if len(ends) > 1:
+            same = first.get("settings") == last.get("settings") and figure in last["figures"]
+            paired = gain(_right(first, figure), _right(last, figure)) if same else None
+            yield _Change(f"{name} {figure}", ends[0], ends[-1], paired if paired and paired.prompts > 1 else None)
+
+
+def _right(found: Mapping[str, Any], figure: str) -> Mapping[str, float]:
+    """Return the share that the judge of a figure calls right, by prompt; the first judge's figures have no name."""
+    by_judge = found.get("right") or {}
+    shares = by_judge.get(figure.rpartition("/")[0] or next(iter(by_judge), ""))
+    return shares if isinstance(shares, Mapping) else {}
 
 
 def _value(step: float, figure: Mapping[str, float]) -> _Value:
@@ -127,7 +134,7 @@ def sentence(run: RunFolder) -> str:
     """Return the answer in one or two sentences."""
     if changes := held_out(run):
         unsure = "" if math.isfinite(changes[0].after.low) else " One figure without an interval is weak evidence."
-        return f"{changes[0].verdict}: {changes[0]}.{unsure}"
+        return f"{changes[0].verdict}: {changes[0]}.{unsure}{_only_in_training(run, changes)}"
     reward = in_training(run)
     if reward is None:
         return f"Unknown: no held-out evaluation, and fewer than {2 * _LEAST} logs of the reward."
@@ -135,6 +142,14 @@ def sentence(run: RunFolder) -> str:
     once = run.evaluations or _known(run, "eval_reward")
     why = "they were evaluated only once" if once else "none were evaluated (eval_sets, eval_strategy)"
     return f"Unknown on held-out prompts: {why}. The {reward}{noise}."
+
+
+def _only_in_training(run: RunFolder, changes: Sequence[_Change]) -> str:
+    """Return the sentence about a reward that rose while no held-out figure did."""
+    reward = in_training(run)
+    if reward is None or reward.verdict != "Yes" or any(change.verdict == "Yes" for change in changes):
+        return ""
+    return f" Yet the {reward}: it may be paid for something else."
 
 
 def spent(run: RunFolder) -> dict[str, str]:

@@ -31,6 +31,7 @@ class History:
     Attributes:
         columns: by name the value of each row with a reward, None where it is missing.
         updates: the same of `OF_UPDATES`, of all rows.
+        evaluations: by name the shares that held-out evaluations have logged, with both ends of their intervals.
         rewards: names in the last row.
         complete: whether the log has no further row; a rule may then speak of fewer rows.
     """
@@ -39,11 +40,15 @@ class History:
         self.rows = 0
         self.columns: dict[str, list[float | None]] = {}
         self.updates: dict[str, list[float | None]] = {name: [] for name in OF_UPDATES}
+        self.evaluations: dict[str, list[float]] = {}
         self.rewards: list[str] = []
         self.complete = False
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """Add a row; return False for an evaluation or a summary, which is left out."""
+        for name in row:
+            if name.startswith("eval_") and "/avg@" in name and (share := _number(row[name])) is not None:
+                self.evaluations.setdefault(name, []).append(share)
         if "step" not in row or not ("reward" in row or "grad_norm" in row):
             return False
         for name, column in self.updates.items():

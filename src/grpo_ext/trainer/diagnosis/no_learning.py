@@ -1,5 +1,8 @@
 """Evidence that a run learns nothing, from its first step on or since its policy is gone, by absolute bounds."""
 
+import math
+from statistics import fmean
+
 from grpo_ext.trainer.diagnosis.evidence import CUT, MANY, ROWS, SILENT, TREND, History, known_of, span
 
 _STILL = 1e-11
@@ -8,6 +11,8 @@ _CERTAIN = 1e-6
 """Nats per token below which a policy has one completion for each prompt."""
 _FAR = 1e-3
 """Relative change of a step that may destroy a policy; most runs stay below it, and those of tiny models may not."""
+_CLIMBED, _ROOM = 0.5, 0.9
+"""Deviations by which a reward has climbed; share above which a held-out one cannot climb as well."""
 
 
 def no_signal(history: History) -> str:
@@ -58,6 +63,31 @@ def collapsed(history: History) -> str:
         return f"groups/distinct {span(texts)} and {SILENT} 1 in the last {lost} logs; {start}"
     far = max(moves, default=0.0) > _FAR and lost >= max(ROWS if history.complete else TREND, history.rows / 2)
     return f"weights/change up to {max(moves):.3g}, {SILENT} 1 in the last {lost} logs; {start}" if far else ""
+
+
+def not_held_out(history: History) -> str:
+    """The reward has climbed, and no held-out share by a third as much, each in its deviation at the start.
+
+    The upper end of a share's last interval counts. One that began near 1 has no room to tell.
+    """
+    rewards, spreads = (known_of(history.columns.get(name, [])) for name in ("reward", "reward_std"))
+    count = max(TREND, len(rewards) // 10)
+    if len(rewards) < 2 * count or not any(spreads[:count]):
+        return ""
+    before, after = fmean(rewards[:count]), fmean(rewards[-count:])
+    climbed = (after - before) / fmean(spreads[:count])
+    ends = [(name, found, history.evaluations.get(f"{name}_high", [])) for name, found in history.evaluations.items()]
+    shares = [(name, found[0], found[-1], high[-1]) for name, found, high in ends if high and len(found) > 1]
+    shares = [share for share in shares if share[1] <= _ROOM]
+    if climbed < _CLIMBED or any(high - first > climbed / 3 * _deviation(first) for _, first, _, high in shares):
+        return ""
+    found = [f"{name} {first:.3g} to {last:.3g} (at most {high:.3g})" for name, first, last, high in shares]
+    return f"reward {before:.3g} to {after:.3g}; {', '.join(found)}" if found else ""
+
+
+def _deviation(share: float) -> float:
+    """Return that of single completions of which this share is right, not below that of one in a hundred."""
+    return math.sqrt(max(share * (1 - share), 0.0099))
 
 
 def agent_fails(history: History) -> str:

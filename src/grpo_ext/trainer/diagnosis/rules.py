@@ -310,6 +310,15 @@ RULES: tuple[Rule, ...] = (
         "default that replaces every failure.",
     ),
     Rule(
+        "reward without gain",
+        no_learning.not_held_out,
+        ("reward", "reward_std"),
+        "`reward` climbs, and no `eval_NAME/avg@n` by a third as much, each in its deviation at the start",
+        "the reward is paid for something else than what the evaluation measures: layout, length, a leak",
+        "Read completions of high reward (`log_completions: true`, the report); evaluate with a strict and a lenient "
+        "`judge` and room for long answers; weigh rewards of layout less.",
+    ),
+    Rule(
         "completions no longer end",
         evidence.no_end,
         ("completions/clipped_ratio",),
