@@ -23,7 +23,7 @@ _BRACE = re.compile(rf"{_BOX.pattern}|\\[{{}}]|[{{}}]")
 
 
 _EMPTY_LATEX = re.compile(
-    r"\\(?:[,;:!> ]|q?quad(?![A-Za-z])|(?:h|v)?phantom\s*\{[^{}]*\}|[hv]space\*?\s*\{[^{}]*\}"
+    r"\\(?:[,;:!> ]|\Z|q?quad(?![A-Za-z])|(?:h|v)?phantom\s*\{[^{}]*\}|[hv]space\*?\s*\{[^{}]*\}"
     r"|(?:text|math|boxed|mbox)\w*(?=\s*\{[^\w{}]*\}))|[{}$~]"
 )
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"

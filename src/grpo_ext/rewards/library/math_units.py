@@ -16,8 +16,10 @@ _PART = re.compile(
     r"\s*(?:(square|cubic|sq)\.?\s+)?([^\W\d_]+|[$€£])\.?(?:(?:\s*\^\s*\{?\s*)?(?<!\s)(-?[123])(?!\d)\s*\}?)?(?:\s*[*·]\s*|\s+)?"
 )
 _RATE = re.compile(r"\s*(?:/|(?<![A-Za-z])(?:per|an?|each|every)(?![A-Za-z]))\s*")
-_REWRITES = ((r"\A\s*\((.*)\)\s*\Z", r"\1"), (r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2"))
-_REWRITES += ((r"\\Omega", "Ω"), (r"\\mu ?", "μ"))
+_REWRITES = (
+    *((r"\A\s*\((.*)\)\s*\Z", r"\1"), (r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2")),
+    *((r"\\Omega", "Ω"), (r"\\mu ?", "μ")),
+)
 _POWER = {"square": "2", "sq": "2", "cubic": "3"}
 _WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
