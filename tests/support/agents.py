@@ -1,12 +1,9 @@
 """Scripted agents, sound and with every fault; imported by path in their own processes."""
 
-import asyncio
-import json
 import os
 import signal
 import time
 from collections.abc import Callable
-from http.client import HTTPConnection
 
 import httpx
 
@@ -39,28 +36,6 @@ async def branches(row, client):
         made = await client.chat.completions.create(messages=asked, **short)
         said.append(made.choices[0].message.content or "")
     return float(len("".join(said)))
-
-
-async def thinks(row, client):
-    """Think after each answer, for the times of the row's column `seconds`."""
-    messages = list(row["prompt"])
-    for seconds in [*row["seconds"], 0]:
-        made = await client.chat.completions.create(model="policy", messages=messages)
-        messages += [made.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "on"}]
-        await asyncio.sleep(seconds)
-    return 1.0
-
-
-async def thinks_plainly(row, client):
-    """Think as `thinks` does, with a client that computes next to nothing."""
-    messages, url = list(row["prompt"]), client.base_url
-    server, headers = HTTPConnection(url.host, url.port), {"Authorization": f"Bearer {client.api_key}"}
-    for seconds in [*row["seconds"], 0]:
-        server.request("POST", f"{url.path}chat/completions", json.dumps({"messages": messages}), headers)
-        made = json.load(server.getresponse())
-        messages += [made["choices"][0]["message"], {"role": "user", "content": "on"}]
-        time.sleep(seconds)
-    return 1.0
 
 
 async def never(row, client):
