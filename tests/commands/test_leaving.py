@@ -44,6 +44,7 @@ def run(kind, model, folder, monkeypatch, **asked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.cases(1)
 def test_a_run_leaves_what_hangs_and_ends_at_the_same_bits(kind, tmp_path, monkeypatch, caplog):
     model = tmp_path / "model"
     tiny.save(model, max_position_embeddings=1024)

@@ -194,6 +194,7 @@ def test_the_largest_limit_that_fits_is_named(settings, monkeypatch):
         ({"use_peft": True}, "bfloat16"),  # adapters copy their inputs to float32
     ],
 )
+@pytest.mark.cases(2)
 def test_the_estimate_is_near_the_peak_of_a_step(settings, dtype, tmp_path):
     """By the tensors that torch allocates between the first step's rollout and its optimizer."""
     gc.collect()

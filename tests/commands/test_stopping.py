@@ -151,6 +151,7 @@ SIGNALLED = [
 
 
 @pytest.mark.parametrize(("how", "number"), SIGNALLED)
+@pytest.mark.cases(3)
 def test_a_signal_saves_a_checkpoint_and_exits_with_75(how, number, start):
     """`accelerate launch` forwards SIGTERM, but has an exit code of its own."""
     run = start(how, forked=how is not ACCELERATE).training()

@@ -288,6 +288,7 @@ def as_exactly(outcome: Callable[..., str], model: Any, **batches: Any) -> str:
 @pytest.mark.parametrize(
     ("outcome", "table"), [(in_the_loss, LOSS), (in_rollouts, ROLLOUTS)], ids=["loss", "rollouts"]
 )
+@pytest.mark.cases(80)
 def test_prompts_are_shared_exactly_or_refused_by_name(outcome, table, model_type):
     model, words = architectures.model(model_type), expected(table, model_type)
     found = as_exactly(outcome, model)
@@ -309,6 +310,7 @@ def expected_of_text(table: dict[str, str], own: dict[str, str], model_type: str
 
 
 @pytest.mark.parametrize("model_type", SEEING)
+@pytest.mark.cases(18)
 def test_a_model_that_also_takes_images_shares_text_as_the_model_inside(model_type):
     model = image_text.model(model_type)
     for outcome, batches, table, own in (

@@ -77,6 +77,7 @@ REFUSED = {"diffllama": "its config takes no dropout"}
 @pytest.mark.parametrize(
     "model_type", [name for name in architectures.CAUSAL if name not in architectures.NOT_BUILT | NOISY | REFUSED]
 )
+@pytest.mark.cases(40)
 def test_every_causal_architecture(model_type):
     model = with_rates(model_type)
     switch_dropout_off(model)

@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", [*BALANCED, *OTHERS])
+@pytest.mark.cases(14)
 def test_value_gradient_and_auxiliary_loss_are_those_of_stock_s_plain_forward(family, way):
     model = architectures.model(family).to(torch.float32 if way == "grouped_mm" else torch.float64)
     model.set_experts_implementation(way)

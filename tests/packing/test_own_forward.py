@@ -225,6 +225,7 @@ EVERY = 1 if os.environ.get("GRPO_EXT_WHOLE_CENSUS") else 5
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.cases(110)
 def test_every_architecture_is_scored_exactly_or_refused(name, tied):
     assert check(name, tied=tied) == next((way for way, names in WAYS.items() if name in names.split()), Way())
 
@@ -232,6 +233,7 @@ def test_every_architecture_is_scored_exactly_or_refused(name, tied):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "kind"), list(product(NAMES, ADAPTERS))[::EVERY])
+@pytest.mark.cases(33)
 def test_every_architecture_with_an_adapter_of_tokens_is_scored_exactly_or_ends(name, kind):
     try:
         found = check(name, ADAPTERS[kind])

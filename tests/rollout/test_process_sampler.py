@@ -110,6 +110,7 @@ def change(model):
     ],
     ids=["float32, kept sets", "bfloat16", "bfloat16, head in float32", "mixed precision"],
 )
+@pytest.mark.cases(2)
 def test_each_version_samples_what_the_policy_would_in_its_own_process(dtype, settings, tmp_path, sampler_of):
     """Two versions are alive at once; requests go from one to the other. The model's own options have no part."""
     trainer = trainer_of(tiny.model(dtype=dtype), tmp_path, learning_rate=0.0, max_steps=1, **settings)

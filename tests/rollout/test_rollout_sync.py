@@ -563,5 +563,6 @@ def test_options_reach_a_colocated_engine_over_those_of_trl(monkeypatch):
         ("seed", 7, "--seed", "7"),
     ],
 )
+@pytest.mark.cases(2)
 def test_a_setting_of_the_recipe_is_a_flag_of_the_server(setting, value, flag, becomes, quickstart_model):
     assert flags(packaged(quickstart_model, **{setting: value}))[flag] == becomes

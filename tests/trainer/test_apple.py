@@ -65,12 +65,14 @@ def moved(trainer) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", sorted(losses))
+@pytest.mark.cases(7)
 def test_each_loss_trains(loss, device, tmp_path):
     assert moved(trained(tmp_path, loss_type=loss, rewards=(trainers.unit_interval,), max_steps=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.cases(5)
 def test_settings_train(variant, device, tmp_path):
     assert moved(trained(tmp_path, **VARIANTS[variant]))
 

@@ -121,6 +121,7 @@ def test_the_log_ratio_is_zero(combination, folders, tmp_path, log_ratios):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combination", sample(3), ids=" ".join)
+@pytest.mark.cases(21)
 def test_the_log_ratio_is_zero_in_many_combinations(combination, folders, tmp_path, log_ratios):
     check(combination, folders, tmp_path, log_ratios)
 

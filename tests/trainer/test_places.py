@@ -132,6 +132,7 @@ class Faulty(GRPOExtTrainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "name"), [(deep, "drift by depth"), (later, "drift by turn"), (None, None)])
+@pytest.mark.cases(1)
 def test_a_sampler_that_is_wrong_at_a_place_is_named_with_the_place(wrong, name, tmp_path):
     settings = {"beta": 0.0, "max_steps": 3, "max_completion_length": 160, "per_device_train_batch_size": 4}
     args = GRPOExtConfig(output_dir=str(tmp_path), **(tiny.TRAINING | settings))

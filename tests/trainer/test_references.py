@@ -95,6 +95,7 @@ def test_virtual_tokens_are_refused_where_generation_loses_them(release, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), PAIRS)
+@pytest.mark.cases(38)
 def test_every_tuner(name, way, tmp_path):
     tiny.save(tmp_path / "base")
     if (words := REFUSED.get(name, (None,) * 3)[WAYS.index(way)]) is not None:

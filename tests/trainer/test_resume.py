@@ -17,6 +17,7 @@ def test_resuming_after_two_steps_gives_the_same_bits(case, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.cases(7)
 def test_resuming_after_other_steps_gives_the_same_bits(case, tmp_path):
     check(case, tmp_path, (1, 4) if case in QUICK else (3, 4, 6))
 

@@ -23,6 +23,7 @@ SPLITS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.cases(2)
 def test_the_step_does_not_depend_on_its_split(rule, tmp_path):
     before = weights(tiny.model())
     settings = {"sampler_correction": RULES[rule], "skip_zero_advantages": False}
@@ -134,6 +135,7 @@ def noisy(deviation, longest):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stock", [True, False])
+@pytest.mark.cases(1)
 def test_a_real_run_shows_which_correction_drops_long_completions(stock, tmp_path):
     settings = {"vllm_importance_sampling_mode": "sequence_mask"} if stock else {}
     trainer = trained(

@@ -55,6 +55,7 @@ def test_lora_arrives_merged(tied, address, tmp_path):
 
 
 @pytest.mark.parametrize(("engine", "lora"), [("fsdp2", False), pytest.param("zero3", True, marks=pytest.mark.slow)])
+@pytest.mark.cases(1)
 def test_two_trainer_processes_share_one_server(engine, lora, tied, address, tmp_path):
     """Shards of base and adapter are gathered and summed: what is left is float32's rounding."""
     needs_deepspeed(engine)

@@ -81,6 +81,7 @@ GOING_BACK = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("where", GOING_BACK)
+@pytest.mark.cases(3)
 def test_killed_at_any_file_operation_of_going_back(where, tmp_path):
     """By the same command the run begins where it was to begin, and each file of the old one is there, once."""
     asked, begins, stay = GOING_BACK[where]

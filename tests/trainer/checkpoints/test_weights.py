@@ -65,6 +65,7 @@ def test_a_checkpoint_with_other_weights_than_the_models_ends_the_run(change, na
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*CAUSAL, *IMAGE_TEXT])
+@pytest.mark.cases(58)
 def test_every_architecture_loads_what_it_saved(name, trained, tmp_path, monkeypatch):
     one, *_ = trained
     model = (architectures if name in CAUSAL else image_text).model(name)

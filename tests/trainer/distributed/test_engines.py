@@ -31,6 +31,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.cases(3)
 def test_it_trains_resumes_and_leaves_a_model_that_loads(engine, model, tmp_path):
     needs_deepspeed(engine)
     name, changed, kind, sharded = ENGINES[engine]

@@ -54,6 +54,7 @@ def test_evaluation_plays_one_game_for_each_prompt(folders):
 
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", ["held_out", "played"])
+@pytest.mark.cases(4)
 def test_an_evaluation_set_is_sampled_alike(name, limit, folders):
     """Also where the last chunk is shorter than the others of its round."""
     one, *others = ((folder / f"{name}_{limit}.jsonl").read_bytes() for folder in folders)

@@ -33,6 +33,7 @@ def sound(checkpoint: Path) -> bool:
 
 
 @pytest.mark.parametrize("place", poisoned.PLACES)
+@pytest.mark.cases(2)
 def test_both_stop_before_the_step_and_say_the_same(place, outcomes):
     folder, ranks = outcomes
     name, step = f"{place}-stop", POISONED["stop"]
@@ -52,6 +53,7 @@ def test_both_stop_before_the_step_and_say_the_same(place, outcomes):
 
 
 @pytest.mark.parametrize("place", [place for place in poisoned.PLACES if place != "rewards"])
+@pytest.mark.cases(1)
 def test_both_skip_the_step(place, outcomes):
     folder, ranks = outcomes
     name, step = f"{place}-skip", POISONED["skip"]

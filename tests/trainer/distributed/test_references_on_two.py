@@ -27,6 +27,7 @@ def by_ddp(tmp_path_factory):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.cases(1)
 def test_the_reference_stays_and_the_policy_moves(engine, by_ddp, tmp_path):
     needs_deepspeed(engine)
     ranks = by_ddp if engine == "ddp" else references(engine, tmp_path)
@@ -61,6 +62,7 @@ def said(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ALONE)
+@pytest.mark.cases(3)
 def test_what_one_process_refuses_both_refuse(case, said):
     first, second = said[case]
     assert first == second
