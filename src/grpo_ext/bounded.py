@@ -129,12 +129,12 @@ def appending(path: Path) -> TextIO:
     Raises:
         OSError: it is a link or no regular file, or cannot be written.
     """
-    file = open(path, "a+", encoding="utf-8", opener=_without_links)  # noqa: SIM115 (the caller closes it)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    return open(path, "a+", encoding="utf-8", opener=_regular)
+
+
+def _regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(f"{path} is not a regular file")
-    return file
-
-
-def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    return descriptor
