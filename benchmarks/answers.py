@@ -1,4 +1,4 @@
-"""How `accuracy`, math-verify by itself and TRL's `accuracy_reward` judge labelled answers and Math-Verify's own cases.
+"""How `accuracy`, math-verify by itself and TRL's `accuracy_reward` judge labelled answers and Math-Verify's cases.
 
 `make bench` writes results/answers.json. The labelled answers are answer_forms.txt beside this file, which no reader
 was written for. TRL reads LaTeX only in a box or after "final answer is"; it and math-verify get a reference without a
