@@ -2,7 +2,7 @@
 
     make bench-curves MODEL=FOLDER
 
-MODEL is the folder of the recipe's model, or its name on the hub. Trains `laptop/qwen2.5-coder-0.5b-sums` from three
+MODEL is the folder of the recipe's model, or its name on the hub. Trains `laptop/qwen2.5-coder-0.5b-dr_grpo-sums` from three
 seeds, once by a random reward, and by stock TRL for the seconds that the first seed took; evaluates each by the
 recipe's sets. A second call goes on where the first was stopped. Writes results/real_curves.json, real_curves.md,
 real_curves.png, and the report of the three seeds to docs/example_report.html. The runs on GSM8K of the same page
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 FOLDER = Path(__file__).parent
 RESULT, REPORT = FOLDER / "results" / "real_curves.json", FOLDER.parent / "docs" / "example_report.html"
 RUNS = FOLDER.parent / "outputs" / "curves"
-RECIPE, HUB_NAME = "laptop/qwen2.5-coder-0.5b-sums", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+RECIPE, HUB_NAME = "laptop/qwen2.5-coder-0.5b-dr_grpo-sums", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 RATE = 0.35
 """Share that the random reward pays: near the first step's reward of the untrained model."""
 RANDOM = json.dumps([{"name": "random", "kwargs": {"rate": RATE}}, {"name": "reasoning_gym", "weight": 0}])
