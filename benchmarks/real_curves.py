@@ -2,8 +2,8 @@
 
     make bench-curves MODEL=FOLDER
 
-MODEL is the folder of the recipe's model, or its name on the hub. Trains `laptop/qwen2.5-coder-0.5b-dr_grpo-sums` from three
-seeds, once by a random reward, and by stock TRL for the seconds that the first seed took; evaluates each by the
+MODEL is the folder of the recipe's model, or its name on the hub. Trains `laptop/qwen2.5-coder-0.5b-dr_grpo-sums` from
+three seeds, once by a random reward, and by stock TRL for the seconds that the first seed took; evaluates each by the
 recipe's sets. A second call goes on where the first was stopped. Writes results/real_curves.json, real_curves.md,
 real_curves.png, and the report of the three seeds to docs/example_report.html. The runs on GSM8K of the same page
 were made by the commands of their recipes.
