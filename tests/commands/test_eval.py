@@ -40,7 +40,7 @@ def test_one_model_is_evaluated_here(recipe, tmp_path, capsys):
     found = figures(tmp_path / "found")
     assert found["settings"]["samples"] == 4
     assert set(found["figures"]) >= {"avg@4", "pass@2", "pass@4", "rewards/length", "tokens", "truncated"}
-    assert len(found["right"]) == 7
+    assert len(found["right"]["length"]) == 7
     [samples] = (tmp_path / "found" / "held").glob("*_samples.jsonl")
     chunks = [json.loads(line)["samples"] for line in samples.read_text().splitlines()[1:]]
     assert [len(chunk) for chunk in chunks] == [8, 8, 8, 4]  # per_device_eval_batch_size
@@ -63,7 +63,7 @@ def test_a_signal_ends_it_with_a_line_and_the_same_command_continues(number, rec
     assert "Run the same command to continue it" in capsys.readouterr().err
     assert command("eval", "--config", recipe) == 0
     assert calls == [8, 8, 8, 8, 4]  # the third chunk twice
-    assert len(figures(tmp_path / "out" / "evaluation")["right"]) == 7
+    assert len(figures(tmp_path / "out" / "evaluation")["right"]["length"]) == 7
     assert signal.signal(signal.SIGTERM, kept) == signal.SIG_DFL
 
 

@@ -237,7 +237,9 @@ def loss_in_the_name(name: str) -> str:
 
 
 @pytest.mark.cases(39)
-@pytest.mark.parametrize("name", PACKAGED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.extra("tasks") if n.endswith("-sums") else ()) for n in PACKAGED]
+)
 def test_a_packaged_recipe_is_what_its_header_says(name):
     path = PACKAGED[name]
     with planned_processes(1):

@@ -44,7 +44,10 @@ REWARDS = {
         name: rewards[name]
         for name in ("accuracy", "exact_match", "tags", "code_format", "reasoning_steps", "repetition", "minimind")
     },
-    **{name: rewards[name] for name in ("minimind_current", "language_consistency", "think_format_reward")},
+    **{
+        name: rewards[name]
+        for name in ("minimind_current", "language_consistency", "think_format_reward", "last_number")
+    },
     **{name: rewards[name] for name in ("accuracy_reward", "reasoning_accuracy_reward")},
     "multiple_choice": partial(rewards["multiple_choice"], solution=["B"]),
     "cosine_length": partial(rewards["cosine_length"], max_length=9),
@@ -52,7 +55,8 @@ REWARDS = {
     "length_penalty": partial(rewards["length_penalty"], target=9),
     "get_soft_overlong_punishment": rewards["get_soft_overlong_punishment"],
 }
-JUDGED_ELSEWHERE = {"reasoning_gym", "reward_model", "remote", "code"}  # by a verifier, a model, a server, a sandbox
+JUDGED_ELSEWHERE = {"reasoning_gym", "reward_model", "remote", "code", "random"}
+"""By a verifier, a model, a server, a sandbox, a hash."""
 
 
 def test_every_reward_is_under_the_law():
