@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from grpo_ext.commands import eval as evaluating
@@ -45,6 +46,22 @@ def test_one_model_is_evaluated_here(recipe, tmp_path, capsys):
     chunks = [json.loads(line)["samples"] for line in samples.read_text().splitlines()[1:]]
     assert [len(chunk) for chunk in chunks] == [8, 8, 8, 4]  # per_device_eval_batch_size
     assert "held: 7 prompts x 4" in capsys.readouterr().out
+
+
+def test_it_computes_in_the_precision_of_training(recipe, monkeypatch):
+    """Else the figures are those of another policy: float32 has the small updates that bfloat16 rounds away."""
+    mixed, made = [], evaluating.sampler
+
+    def watched(*arguments):
+        trainer = made(*arguments)
+        head = trainer.model.get_output_embeddings()
+        head.register_forward_pre_hook(lambda *_: mixed.append(torch.is_autocast_enabled("cpu")))
+        return trainer
+
+    monkeypatch.setattr(evaluating, "sampler", watched)
+    assert command("eval", "--config", recipe, "--bf16", "true") == 0
+    assert mixed
+    assert all(mixed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
