@@ -141,7 +141,7 @@ def rows(arms: dict[str, Any]) -> Iterator[list[str]]:
             name,
             f"{len(curve)}" if curve else "0",
             f"{curve[-1]['hours']:.2f}" if curve else "",
-            f"{test['tokens_of_right']['mean']:.1f}",
+            f"{test['tokens_of_right']['mean']:.1f}" if "tokens_of_right" in test else "none is right",
             f"{max(figures['truncated']['mean'] for figures in arm['figures'].values()):.3f}",
             *(interval(arm["figures"][figure.set][figure.name]) for figure in FIGURES),
         ]
@@ -199,7 +199,27 @@ others. All by two commands:
 pass@1 and pass@8: 64 problems, 16 samples each at temperature 1; three digits, three numbers: 200 problems each of
 levels that no run was trained on. *Random reward*: the same recipe, paid by a hash of prompt and completion for
 {RATE:.0%} of all completions. *Stock TRL*: TRL's own trainer on the same rows, seed, reward and settings, stopped
-after the seconds that seed 0 took. Intervals at 95 % over problems; of several judges and sets no correction is made.
+after the seconds that seed 0 took. Other work ran on the second core beside all of them. Intervals at 95 % over
+problems; of several judges and sets no correction is made.
+
+**Precision.** Runs train in bfloat16 with float32 weights. The greedy figures of the 200 problems are in bfloat16
+too. The sampled ones and the harder levels were measured before `grpo-ext eval` computed in the precision of
+training, in float32, where the trained models are another policy and a worse one: greedy .755, .855, .860, stock's
+.560 (untrained .685), since updates of 2e-6 that bfloat16 rounds away count there in full. Measured again, all are
+in bfloat16.
+
+What it says:
+
+- **Greedy accuracy rises with every seed**, by +.215, +.270, +.265 by problem (strict +.220, +.275, +.270): more
+  than layout, and not by length, since answers have 9 to 12 tokens before and after and at most 3 % are cut off.
+- **It is surer, not shown to be abler.** Sampled at temperature 1, pass@1 by the lenient judge rises from .457 to
+  .763 to .814 (over seeds +.329, .263 to .394), pass@8 does not (.911; .844, .828, .925).
+- **Harder levels**: one seed gained on three digits (.565 to .700), the other two stayed, and on three numbers one
+  lost (.080 to .025). No transfer is shown.
+- **Paid at random** the model forgets the task within 20 steps and writes on until it is cut off: a random reward
+  teaches nothing here, and at this rate destroys. A control that stays where it was would need a lower rate.
+- **Stock TRL learns the same in the same steps**: after 12 of them greedy accuracy is .895. They took it 695
+  seconds, our runs 181 to 193.
 """
 PICTURE = "![paid share over hours, and held-out figures of each arm](real_curves.png)"
 GSM8K = """One seed each, greedy on 300 test problems, with room for 200 tokens (the untrained model also with 400), by
