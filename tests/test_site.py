@@ -38,7 +38,7 @@ def test_every_document_is_in_the_navigation(pages):
 def test_links_lead_to_the_pages_of_their_files(pages):
     assert "](losses.md#which-one)" in (pages / "index.md").read_text()
     assert "](src/grpo_ext/objective/losses.py.md)" in (pages / "losses.md").read_text()
-    assert "](benchmarks/losses.png)" in (pages / "index.md").read_text()
+    assert "](benchmarks/real_curves.png)" in (pages / "index.md").read_text()
     assert "`````python\n" in (pages / "src/grpo_ext/objective/losses.py.md").read_text()
     assert "](custom_loss.py.md)" in (pages / "examples/index.md").read_text()
     assert "![" not in (pages / "examples/quickstart.ipynb.md").read_text()
