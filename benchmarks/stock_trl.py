@@ -9,7 +9,6 @@ recipe, its data and its rewards are read by grpo-ext; nothing of it generates o
 import argparse
 import json
 import time
-from dataclasses import fields
 from pathlib import Path
 
 from transformers import AutoTokenizer, TrainerCallback
@@ -57,8 +56,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options, further = parser.parse_known_args()
     recipe = load_recipe(["--config", options.recipe, "--output_dir", str(options.output), *further])
-    model, known = str(recipe.model.model_name_or_path), {field.name for field in fields(GRPOConfig)}
-    settings = {name: getattr(recipe.training, name) for name in CHOSEN if name in known}
+    model, settings = str(recipe.model.model_name_or_path), {name: getattr(recipe.training, name) for name in CHOSEN}
     tokenizer = AutoTokenizer.from_pretrained(model)
     data, _ = datasets_of(recipe, tokenizer)
     options.output.mkdir(parents=True, exist_ok=True)

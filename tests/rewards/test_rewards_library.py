@@ -271,10 +271,20 @@ def test_what_shows_nothing_is_no_content(blank):
 # Rewards to compare with.
 
 
-def test_the_last_number_counts_whatever_stands_around_it():
-    said = ["<answer>46", "46", "40 + 6 = **46.0** apples", "46, no, 45", "no number", "1,046"]
-    golds = ["46", "#### 46", "46", "46", "46", "1046"]
-    assert rewards["last_number"](completions=said, solution=golds) == [1, 1, 1, 0, 0, 1]
+def test_the_last_number_counts_in_any_layout():
+    said = [
+        "<answer>46",
+        "46",
+        "40 + 6 = **46.0** apples",
+        "46, no, 45",
+        "no number",
+        "1,046",
+        "40-46",
+        "is \u22126",
+        "4,6",
+    ]
+    golds = ["46", "#### 46", "46", "46", "46", "1046", "46", "-6", "6"]
+    assert rewards["last_number"](completions=said, solution=golds) == [1, 1, 1, 0, 0, 1, 1, 1, 1]
     assert rewards["last_number"](completions=["46", "46"], solution=["x", None]) == [None, None]
 
 

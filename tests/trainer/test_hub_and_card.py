@@ -75,6 +75,12 @@ def test_trls_card_has_the_results_of_the_run(tmp_path, model_path):
     ):
         assert body.count(expected) == 1, expected
     assert "2402.03300" not in card  # DeepSeekMath's, which TRL cites whatever the loss
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run" / "README.md").unlink()
+    (tmp_path / "run" / "README.md").symlink_to(tmp_path / "mine")
+    trainer.create_model_card()
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (tmp_path / "run" / "README.md").read_text() == card
     (tmp_path / "run" / "README.md").write_text("A better one.")
     assert train(load_recipe(argv)) is None  # the run is as finished as it was
     assert (tmp_path / "run" / "README.md").read_text() == "A better one."

@@ -73,8 +73,7 @@ def sampler(recipe: Recipe, num: int, output_dir: str, rows: int | None = None) 
     changed = dataclasses.replace(c, output_dir=output_dir, **SAMPLING_ONLY, **changes)
     with loading(str(recipe.model.model_name_or_path), only_code=True):
         trainer = build_trainer(dataclasses.replace(recipe, training=changed))
-    if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
-        trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # computes in the recipe's precision
+    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # in the recipe's precision, by no engine
     trainer.model.eval()
     trainer.state.max_steps = 1  # scheduled reward weights have their first value
     return trainer

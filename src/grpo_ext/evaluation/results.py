@@ -21,8 +21,6 @@ from grpo_ext.tables import Table
 
 EVALUATION = "evaluation"
 """In a run's folder: <set>/<model or step>.json and the samples beside it."""
-TOKENS_RIGHT = "tokens_of_right"
-"""Mean length of the samples that are right."""
 _Figures = dict[str, Mean]
 _NO_ANSWER = re.compile(r"|None|\[[A-Za-z ]+\]")
 """Answers that mean that none was found, such as `accuracy`'s [no answer] and [cut off]."""
@@ -129,7 +127,7 @@ def per_prompt(chosen: EvalSet, samples: Sequence[Row]) -> list[Row]:
                 named = _shares(chosen, group, judged, votes=first)
                 shares |= named if first else {f"{judge}/{name}": share for name, share in named.items()}
                 if first and any(judged):
-                    means[TOKENS_RIGHT] = fmean(compress((sample["tokens"] for sample in group), judged))
+                    means["tokens_of_right"] = fmean(compress((sample["tokens"] for sample in group), judged))
         found.append({"source": group[0].get(chosen.source_column), "right": right, "shares": shares, "means": means})
     return found
 

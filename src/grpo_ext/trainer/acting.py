@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -171,7 +170,7 @@ class Acting:
             found[:, -1] = torch.tensor([self.paid(trajectory) is None for trajectory in made])
         return found
 
-    def records(self, played: Played, accelerator: Accelerator) -> list["Record"]:
+    def records(self, played: Played) -> list["Record"]:
         """Return what the figures need of the attempts of all processes; collective."""
         mine = [
             Record(
@@ -186,7 +185,7 @@ class Acting:
             )
             for made, took in played
         ]
-        return gather_object(mine) if accelerator.num_processes > 1 else mine
+        return gather_object(mine)
 
     def figures(self, records: Sequence["Record"], *, warns: bool) -> dict[str, float]:
         """Return the figures of attempts by environment, and warn of failures on the process that `warns`."""

@@ -222,9 +222,8 @@ class Collector:
         ready = self._current.ready
         played = self._played(self.acting, self._current) if ready is None else ready.played
         metrics = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
-        accelerator = self.trainer.accelerator
-        records = self.acting.records(played, accelerator)
-        for name, value in self.acting.figures(records, warns=accelerator.is_main_process).items():
+        records = self.acting.records(played)
+        for name, value in self.acting.figures(records, warns=self.trainer.accelerator.is_main_process).items():
             metrics[name].append(value)
         if self.trainer.model.training:
             self.acting.note_losses(records)

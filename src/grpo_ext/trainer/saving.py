@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo_ext.bounded import write_text
+from grpo_ext.bounded import remove_link, write_text
 from grpo_ext.errors import OutOfMemory
 from grpo_ext.rollout.random_streams import random_state
 from grpo_ext.trainer import card, in_flight
@@ -154,8 +154,9 @@ def save_objective(trainer: Any, folder: Path) -> None:
 def write_card(trainer: Any, stock: Callable[[], None]) -> None:
     """Write TRL's model card by `stock`, and add the section with the loss and figures of the run."""
     if trainer.is_world_process_zero():
-        stock()
         path, run = Path(trainer.args.output_dir) / CARD, trainer.state
+        remove_link(path)  # TRL would write to what it leads to
+        stock()
         section = card.results(trainer.objective, (run.global_step, run.max_steps), run.log_history)
         write_text(path, path.read_text(encoding="utf-8") + section)
 

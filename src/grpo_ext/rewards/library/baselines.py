@@ -7,12 +7,13 @@ from typing import Any
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, completion_text
 
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<!\w)[-\u2212])?\d+(?:,\d{3}(?!\d))*(?:\.\d+)?")
+"""A number with its sign, which in 40-46 is none, and with commas between thousands."""
 
 
 @rewards.register("last_number", independent=True)
 def last_number(completions: list[Completion], solution: list[Any], **_: object) -> list[float | None]:
-    """1.0 where the last number of a completion is the last one of `solution`, whatever stands around it, else 0.0.
+    """1.0 where the last number of a completion is the last one of `solution`, in any layout, else 0.0.
 
     A judge for evaluations beside a strict one: what the strict one gains more is layout. Do not train by it, since
     a completion may try several numbers. None: `solution` has no number.
@@ -25,8 +26,8 @@ def last_number(completions: list[Completion], solution: list[Any], **_: object)
 
 
 def _last(text: str) -> float | None:
-    numbers = _NUMBER.findall(text.replace(",", ""))
-    return float(numbers[-1]) if numbers else None
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
 
 
 @rewards.register("random", independent=True)
