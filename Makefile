@@ -161,6 +161,7 @@ bench-real: install
 bench-curves: install
 	@echo "bench-curves: three seeds, a control and stock TRL, trained from MODEL and evaluated; 2 hours, may be stopped and resumed"
 	$(BIN)/python benchmarks/real_curves.py --model "$(MODEL)"
+	$(BIN)/python docs/tables.py
 
 bench-losses: install
 	@echo "bench-losses: the quickstart task with six losses"

@@ -4,9 +4,9 @@
 
 MODEL is the folder of the recipe's model, or its name on the hub. Trains `laptop/qwen2.5-coder-0.5b-dr_grpo-sums` from
 three seeds, once by a random reward, and by stock TRL for the seconds that the first seed took; evaluates each by the
-recipe's sets. A second call goes on where the first was stopped. Writes results/real_curves.json, the tables of
-real_curves.md, real_curves.png, and the report of the three seeds to docs/example_report.html. The runs on GSM8K of
-the same page were made by the commands of their recipes.
+recipe's sets. A second call goes on where the first was stopped. Writes results/real_curves.json, real_curves.png, and
+the report of the three seeds to docs/example_report.html; docs/tables.py writes the tables of real_curves.md. The runs
+on GSM8K of the same page were made by the commands of their recipes.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,70 +127,6 @@ def report(runs: list[Path], model: str, untrained: Path) -> None:
     REPORT.write_text(text)
 
 
-def interval(mean: dict[str, float], *, sign: str = "") -> str:
-    """A mean with its interval."""
-    return f"{mean['mean']:{sign}.3f} ({mean['low']:{sign}.3f} to {mean['high']:{sign}.3f})"
-
-
-def rows(arms: dict[str, Any]) -> Iterator[list[str]]:
-    """A row for each arm: steps, hours, tokens, what is cut off, and the figures."""
-    for name, arm in arms.items():
-        curve, test = arm["steps"], arm["figures"]["test"]
-        yield [
-            name,
-            f"{len(curve)}" if curve else "0",
-            f"{curve[-1]['hours']:.2f}" if curve else "",
-            f"{test['tokens_of_right']['mean']:.1f}" if "tokens_of_right" in test else "none is right",
-            f"{max(figures['truncated']['mean'] for figures in arm['figures'].values()):.3f}",
-            *(interval(arm["figures"][figure.set][figure.name]) for figure in FIGURES),
-        ]
-
-
-def gains(arms: dict[str, Any]) -> Iterator[list[str]]:
-    """A row for each trained arm: what it gained, prompt by prompt."""
-    for name, arm in arms.items():
-        if arm["steps"]:
-            found = [arm["gains"][set][judge] for set in arm["gains"] for judge in (STRICT, LENIENT)]
-            yield [name, *(interval(each, sign="+") for each in found)]
-
-
-def table(titles: list[str], body: Iterator[list[str]]) -> list[str]:
-    """A table in Markdown."""
-    lines = [titles, ["---"] * len(titles), *body]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def tables(kept: dict[str, Any]) -> dict[str, list[str]]:
-    """The tables of the page, by their names there."""
-    arms = kept["sums"]
-    of_gains = [f"{name}, {judge}" for name in arms[UNTRAINED]["figures"] for judge in ("strict", "lenient")]
-    gsm8k = (
-        [name, str(at["step"]), interval(at["right"]), f"{at['tokens']['mean']:.0f}", f"{at['cut off']['mean']:.2f}"]
-        for name, curve in kept["gsm8k"].items()
-        for at in curve["held out"]
-    )
-    heads = ["", "steps", "hours", "tokens of a right answer", "most cut off", *(figure.title for figure in FIGURES)]
-    return {
-        "arms": table(heads, rows(arms)),
-        "gains": table(["", *of_gains], gains(arms)),
-        "gsm8k": table(["recipe", "step", "right", "tokens", "cut off"], gsm8k),
-    }
-
-
-def rewrite(page: Path, found: dict[str, list[str]]) -> None:
-    """Put the tables between their marks, as docs/tables.py does; what is said of them is written by hand."""
-    text = page.read_text()
-    for name, lines in found.items():
-        before, _, rest = text.partition(f"<!-- {name} -->\n")
-        text = (
-            f"{before}<!-- {name} -->\n"
-            + "\n".join(lines)
-            + f"\n<!-- /{name} -->"
-            + rest.partition(f"<!-- /{name} -->")[2]
-        )
-    page.write_text(text)
-
-
 def picture(arms: dict[str, Any]) -> None:
     """Paid share over hours; then each figure of each arm with its interval."""
     import matplotlib
@@ -236,6 +171,7 @@ def main() -> None:
     model = parser.parse_args().model
     kept = json.loads(RESULT.read_text())
     before = evaluated(UNTRAINED, model, model)
+    kept["shown"] = [figure._asdict() for figure in FIGURES]
     kept["sums"] = {UNTRAINED: account(before, before, [])}
     for name, further in ARMS.items():
         output = trained(name, model, further)
@@ -243,7 +179,6 @@ def main() -> None:
     output = trained_by_stock(model, kept["sums"][SEEDS[0]]["steps"][-1]["hours"] * 3600)
     kept["sums"][STOCK] = account(evaluated(STOCK, str(output), model), before, steps(output))
     RESULT.write_text(json.dumps(kept, indent=1) + "\n")
-    rewrite(FOLDER / "real_curves.md", tables(kept))
     picture(kept["sums"])
     report([folder(name) for name in SEEDS], model, folder(UNTRAINED) / "evaluation")
 

@@ -324,6 +324,55 @@ def agents_table() -> str:
     return table(("agent", "version", "dialect", "model", *columns, "all trained, as sampled", "paid"), rows)
 
 
+def interval(mean: dict[str, float], sign: str = "") -> str:
+    """Return a mean with its interval."""
+    return f"{mean['mean']:{sign}.3f} ({mean['low']:{sign}.3f} to {mean['high']:{sign}.3f})"
+
+
+def curves() -> dict[str, Any]:
+    """Return what `make bench-curves` found."""
+    return json.loads((RESULTS / "real_curves.json").read_text())
+
+
+def arms_table() -> str:
+    """Return a table of runs of a real model: steps, hours, tokens, what is cut off, figures of held-out problems."""
+    found, rows = curves(), []
+    for name, arm in found["sums"].items():
+        steps, tokens = arm["steps"], arm["figures"]["test"].get("tokens_of_right")
+        cells = (
+            str(len(steps)),
+            f"{steps[-1]['hours']:.2f}" if steps else "",
+            f"{tokens['mean']:.1f}" if tokens else "none is right",
+            f"{max(figures['truncated']['mean'] for figures in arm['figures'].values()):.3f}",
+            *(interval(arm["figures"][shown["set"]][shown["name"]]) for shown in found["shown"]),
+        )
+        rows.append((name, *cells))
+    titles = (shown["title"] for shown in found["shown"])
+    return table(("", "steps", "hours", "tokens of a right answer", "most cut off", *titles), rows)
+
+
+def gains_table() -> str:
+    """Return a table of what the runs of a real model gained, prompt by prompt."""
+    arms = {name: arm["gains"] for name, arm in curves()["sums"].items() if arm["steps"]}
+    judges = {"strict": "accuracy", "lenient": "last_number"}
+    heads = (f"{part}, {judge}" for part in next(iter(arms.values())) for judge in judges)
+    rows = (
+        (name, *(interval(part[judge], sign="+") for part in gains.values() for judge in judges.values()))
+        for name, gains in arms.items()
+    )
+    return table(("", *heads), rows)
+
+
+def gsm8k_table() -> str:
+    """Return a table of a real model on GSM8K."""
+    rows = (
+        (recipe, str(at["step"]), interval(at["right"]), f"{at['tokens']['mean']:.0f}", f"{at['cut off']['mean']:.2f}")
+        for recipe, curve in curves()["gsm8k"].items()
+        for at in curve["held out"]
+    )
+    return table(("recipe", "step", "right", "tokens", "cut off"), rows)
+
+
 PARTS = {
     "process": "transformers in its own process",
     "judge": "the same, a longer training, a judge of 2 s",
@@ -409,6 +458,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "agents": agents_table,
     "gpu": gpu_table,
     "overlap": overlap_table,
+    "arms": arms_table,
+    "gains": gains_table,
+    "gsm8k": gsm8k_table,
 }
 
 
