@@ -26,6 +26,7 @@ from grpo_ext.data.given import Checked
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.aggregation import StepTotals
+from grpo_ext.objective.ratios import masked, widest
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.lm_head import gather_trained_head
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
@@ -37,7 +38,7 @@ from grpo_ext.packing.scorer import Scorer, in_evaluation
 from grpo_ext.packing.together import entered_alike, failing_alike
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.heap import give_back
-from grpo_ext.rollout.seeing import Tokenized
+from grpo_ext.rollout.seeing import Tokenized, described
 from grpo_ext.rollout.trajectories import completed
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
@@ -46,14 +47,14 @@ from grpo_ext.trainer.batches import Generation, counted, counted_once, forward_
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.collecting import collector_of
-from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
-from grpo_ext.trainer.crediting import assign_credit, log_generation
-from grpo_ext.trainer.diagnosis.recording import DRAWN, Watching, log_rows
+from grpo_ext.trainer.credit import Credit, Credited
+from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, Watching, add_ess, log_rows, row_record
 from grpo_ext.trainer.lifecycle import Lifecycle
-from grpo_ext.trainer.loss import micro_batch_loss
-from grpo_ext.trainer.loss_terms import Figures
+from grpo_ext.trainer.log import Log
+from grpo_ext.trainer.loss import Loss, LossOutput, Moment, joined
+from grpo_ext.trainer.loss_terms import EntropyCoefficient, Figures
 from grpo_ext.trainer.notices import without_notices
-from grpo_ext.trainer.piecewise import SHARDED, check_pieces
+from grpo_ext.trainer.piecewise import SHARDED, check_pieces, more_to_come
 from grpo_ext.trainer.reference import InitialWeights, compare, made_up, moved, scored
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
@@ -199,9 +200,14 @@ class GRPOExtTrainer(Lifecycle):
         self._set_up_sampler()
         self._set_up_forward()
         self._add_callbacks()
-        self._group_means = GroupMeans(self.objective.remembered_batches)
-        self._credit = Credit(self.objective, self._group_means, self.accelerator)
-        self._advantage_monitor = AdvantageMonitor(self.reward_func_names, warns=self.accelerator.is_main_process)
+        self._log = Log(
+            self._metrics, self._logs, self._pending_metrics, lambda: self.model.training, self.accelerator
+        )
+        as_stock, names = args.loss_defaults == "trl", self.reward_func_names
+        self._credit = Credit(self.objective, self.accelerator, self._log, names, as_stock=as_stock)
+        aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
+        self._loss = Loss(self.objective, args, self.accelerator, aux_loss_coef)
+        self._entropy_coef = EntropyCoefficient(self, args)
         self._figures, self._generation = Figures(), Generation()
         self._describe_objective()
 
@@ -303,10 +309,14 @@ class GRPOExtTrainer(Lifecycle):
             rank, mask = self.accelerator.process_index, batch["completion_mask"]
             batch["completion_mask"] = self._evaluated.mask_fillers(mask, collected.rewards, rank)
         self._compare_sampler(batch, policy, mode)
-        advantages = assign_credit(self, collected, batch, policy, mode)
+        credited = self._credited(collected, batch, policy, mode)
         if policy is not None:  # behind the advantages, whose baselines are of all completions, also of rejected ones
             batch |= self._correction(batch, policy, mode)
-        log_generation(self, collected, advantages)
+        played = self.acting is not None and self.log_completions
+        prompts = [t.opening for t in collected.trajectories] if played else map(described, collected.prompts)
+        advantages, names = credited.by_completion().tolist(), self.reward_func_names
+        self._log.add_completions(collected, prompts, advantages, names, images=self.log_multimodal)
+        self._log.add_figures_of_rewards()
         if self.accelerator.device.type == "cpu":
             give_back()
         return batch
@@ -320,6 +330,32 @@ class GRPOExtTrainer(Lifecycle):
         batch: dict[str, Any] = padded(collected.generated, pad, multiple, device, ends, trajectories=made or ())
         batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
         return batch | collected.lists
+
+    def _credited(self, collected: Collected, batch: dict[str, Any], policy: Tensor | None, mode: str) -> Credited:
+        """Add the advantages of this process's rows, and their records, to the columns of a generation."""
+        device, rank, mask = self.accelerator.device, self.accelerator.process_index, live_mask(batch)
+        group = self.num_generations if mode == "train" else self.num_generations_eval
+        kl = self._reward_kl(batch, policy, mask) if self.objective.kl_in_reward else None
+        credited = self._credit.assign(collected, self.reward_weights, mask, group, kl)
+        batch["advantages"] = credited.local(rank, *batch["completion_ids"].shape).to(device)
+        if mode == "train":
+            assert collected.rewards is not None
+            record = row_record(collected.rewards, credited.total.flatten(), collected.scored_ids, rank, group)
+            batch[ROWS] = record.to(widest(device)).to(device)
+        elif self._evaluated is not None:
+            self._evaluated.add_silent(credited.silent, group)
+        return credited
+
+    @torch.no_grad()
+    def _reward_kl(self, batch: Mapping[str, Any], policy: Tensor | None, mask: Tensor) -> Tensor:
+        """Return the KL estimate of each token of this process's completions, to lower the rewards by; log it."""
+        logps = self._logps(self.model, batch) if policy is None else policy
+        log_ref_ratio = masked(batch["ref_per_token_logps"] - logps, mask)
+        per_token = self.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
+        by_row = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)
+        total, known = self.accelerator.gather(by_row).cpu().double().sum(dim=0).tolist()
+        self._log.add("kl", total / max(known, 1.0))
+        return per_token
 
     def _compare_sampler(self, batch: dict[str, Any], policy: Tensor | None, mode: str) -> None:
         """Name the sampler's log-probabilities after what they may be compared with, and check its drift."""
@@ -421,7 +457,47 @@ class GRPOExtTrainer(Lifecycle):
         return self.args.zero_advantages_skipped and self.objective.row.silent_at_zero and not terms and not coupled
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
-        return micro_batch_loss(self, model, inputs)
+        mode, outputs = self._log.mode, list[LossOutput]()
+        totals = self._totals(inputs, live_mask(inputs), mode)
+        parts = self._scorer.parts(model, inputs, self._live_rows(inputs, mode))
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
+        count = sum(not part.is_spare for part in parts)
+        for part in parts:
+            last = part is parts[-1]
+            at = Moment(mode == "train", accumulation, self._sampler_corrected, self._entropy_coef.value, count)
+            with nullcontext() if last else more_to_come(self.accelerator, model):
+                output = self._loss(self._scores(model, part.inputs, part.live), part, totals, at)
+                if not last:
+                    self._add_gradient(output.loss)
+                self._log_loss(output)
+            outputs.append(output if last else output.detached())
+        output = joined(outputs, parts)
+        if inputs in self._generation:
+            inputs.setdefault("old_per_token_logps", output.per_token_logps.detach())
+        if mode == "train" and self._drift is not None and self._drift.due:
+            self._check_drift(output.per_token_logps.detach(), inputs)
+        self._guard.note(output)
+        stock = self.args.loss_defaults == "trl"
+        if self._evaluated is None and (mode == "eval" or stock or self.accelerator.sync_gradients):
+            self._figures.log(self._metrics[mode], self.accelerator)
+            add_ess(self._metrics[mode])
+        return output.loss
+
+    def _add_gradient(self, loss: Tensor) -> None:
+        """Add the gradient of a part of a micro-batch, as transformers' `training_step` does of the last one."""
+        own = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+        self.accelerator.backward(loss, **own)
+
+    def _log_loss(self, output: LossOutput) -> None:
+        """Log the figures of some rows, and let their entropy steer the bonus."""
+        if (figures := output.figures) is None:
+            return
+        self._figures.add(figures)
+        if figures.entropy is not None and self._log.mode == "train":
+            self._entropy_coef.add(figures.entropy, self._log)
+        if figures.aux_loss is not None:
+            aux_loss = self.accelerator.gather_for_metrics(figures.aux_loss.detach())
+            self._log.add("aux_loss", aux_loss.mean().item())
 
     # Micro-batches.
 

@@ -40,6 +40,7 @@ from grpo_ext.trainer.checkpoints import processes, state, writing
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE
 from grpo_ext.trainer.checkpoints.processes import everywhere
 from grpo_ext.trainer.checkpoints.starting import start
+from grpo_ext.trainer.credit import Credit
 from grpo_ext.trainer.evaluating import EvalRows, Evaluated
 from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
@@ -68,13 +69,12 @@ class Lifecycle(GRPOTrainer):
     num_iterations: Any
     objective: Objective
     recipe_record: Mapping[str, Any] | None = None
-    _advantage_monitor: Any
+    _credit: Credit
     _drift: Any
     _epoch_began = (0, 0)
     """The current epoch, and the micro-batches of training before it."""
     _first_logps: Tensor | None = None
     """Log-probabilities of the reference at the start."""
-    _group_means: Any
     _initial: InitialWeights | None = None
     """Those of an adapter, which are its reference."""
     _ends_early = False
@@ -122,7 +122,7 @@ class Lifecycle(GRPOTrainer):
         try:
             check_started(self.accelerator.distributed_type.value, self.ref_model is not None, self.model)
             self._buffered_inputs, self._generation, self._step = None, Generation(), 0
-            self._group_means.load([])
+            self._credit.group_means.load([])
             self._figures.clear()
             self._metrics["train"].clear()
             self._metrics["eval"].clear()

@@ -122,10 +122,9 @@ def go_back(trainer: Any, state: Mapping[str, Any]) -> None:
     trainer._tr_loss.copy_(state["loss"])
     trainer._total_loss_scalar = state["_total_loss_scalar"]
     trainer._globalstep_last_logged = state["_globalstep_last_logged"]
-    trainer._group_means.load(state["group_means"])
+    trainer._credit.load_state_dict(state)
     if trainer.collector.dynamic is not None:
         trainer.collector.dynamic.prompts.drawn = state["drawn"]
-    trainer._advantage_monitor.load(state.get("silence", []), state.get("silence_warned", False))
     if trainer._drift is not None:
         trainer._drift.load(state["drift"])
 
@@ -153,10 +152,8 @@ def of(trainer: Any) -> dict[str, Any]:
         "loss": trainer._tr_loss.clone(),
         "_total_loss_scalar": trainer._total_loss_scalar,
         "_globalstep_last_logged": trainer._globalstep_last_logged,
-        "group_means": trainer._group_means.to_list(),
+        **trainer._credit.state_dict(),
         "drawn": 0 if trainer.collector.dynamic is None else trainer.collector.dynamic.prompts.drawn,
-        "silence": trainer._advantage_monitor.to_list(),
-        "silence_warned": trainer._advantage_monitor.warned,
         "drift": [] if trainer._drift is None else trainer._drift.to_list(),
     }
 
