@@ -35,7 +35,7 @@ from grpo_ext.packing.own_forward import count_positions
 from grpo_ext.packing.pieces import TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer, in_evaluation
-from grpo_ext.packing.together import entered_alike, failing_alike
+from grpo_ext.packing.together import failing_alike
 from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.heap import give_back
 from grpo_ext.rollout.seeing import Tokenized, described
@@ -55,7 +55,7 @@ from grpo_ext.trainer.loss import Loss, LossOutput, Moment, joined
 from grpo_ext.trainer.loss_terms import EntropyCoefficient, Figures
 from grpo_ext.trainer.notices import without_notices
 from grpo_ext.trainer.piecewise import SHARDED, check_pieces, more_to_come
-from grpo_ext.trainer.reference import InitialWeights, compare, made_up, moved, scored
+from grpo_ext.trainer.reference import InitialWeights, ReferenceCheck, made_up, scored
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler
@@ -86,6 +86,7 @@ class GRPOExtTrainer(Lifecycle):
 
     _tag_names = ["trl", "grpo", "grpo-ext"]  # noqa: RUF012 (TRL's own declaration)
     _paper = {}  # noqa: RUF012 (TRL's own declaration; the card names the loss's source)
+    _buffered_inputs: Any
     _entropy_window_stats: Any
     router_aux_loss_coef: Any
     vllm_generation: Any
@@ -212,12 +213,16 @@ class GRPOExtTrainer(Lifecycle):
         self._describe_objective()
 
     def _set_up_reference(self) -> None:
-        """Keep the weights that an adapter begins with, which are its reference."""
-        if not self.args.beta:
-            return
-        self.beta = self.args.beta
-        if isinstance(self.model, PeftModel):
-            self._initial = InitialWeights(self.model)
+        """Keep the weights that an adapter begins with, which are its reference, and what checks any reference."""
+        args = self.args
+        if args.beta:
+            self.beta = args.beta
+            if isinstance(self.model, PeftModel):
+                self._initial = InitialWeights(self.model)
+        half = bool(args.bf16 or args.fp16 or self.model.dtype.itemsize < 4)
+        self._reference_check = ReferenceCheck(
+            self._made_up_logps, self._initial, half=half, follows=bool(args.sync_ref_model)
+        )
 
     def _set_up_sampler(self) -> None:
         """Guard a rollout function, and what corrects the loss for another sampler than the policy."""
@@ -298,7 +303,7 @@ class GRPOExtTrainer(Lifecycle):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a generation of this process's rows: sampled or played, rewarded, scored, credited."""
         mode = "train" if self.model.training else "eval"
-        if self._first_logps is None:
+        if self._reference_check.first is None:
             self.check_reference()
         collected = self.collector.generation(inputs)
         batch = self._padded(collected)
@@ -558,38 +563,14 @@ class GRPOExtTrainer(Lifecycle):
         return self.sharing.possible and self.args.exact_denominators and additive
 
     def check_reference(self) -> None:
-        """Compare the reference with the policy before training, later with itself at the start.
+        """Compare the reference with the policy before training, later with itself at the start; collective.
 
         Raises:
             ConfigError: they differ, or made-up rows cannot be scored.
         """
-        first = self._first_logps
-        if not (self.beta and self._reference_checked) or (first is not None and self.args.sync_ref_model):
-            return
-        try:
-            self._compare_reference(first)
-        except torch.OutOfMemoryError as error:
-            self._reference_checked = False
-            logger.warning(f"the reference is not compared with the policy at the start: too little memory ({error})")
-
-    def _compare_reference(self, first: Tensor | None) -> None:
-        """Compare as `check_reference`; all processes make the same forwards and raise the same error."""
-        policy, initial = self._unwrapped, self._initial
-        starts = first is None and self.state.global_step == 0
-        half = self.args.bf16 or self.args.fp16 or self.model.dtype.itemsize < 4
-        with entered_alike(moved(policy) if starts and initial is not None else nullcontext()):
-            with entered_alike(nullcontext() if initial is None else initial.replacing(policy)):
-                reference = self._made_up_logps(self.ref_model or self.model)
-            drawn = [self._made_up_logps(self.model) for _ in range(2 * starts)]
-        self._first_logps, check = reference, partial(compare, model=policy, half=half)
-        with failing_alike():
-            if first is not None:
-                check(reference, first, "the reference has moved since the start")
-        if starts:
-            logps = self._made_up_logps(self.model)
-            with failing_alike():
-                check(drawn[0], drawn[1], "each forward draws its own noise, also without dropout")
-                check(reference, logps, "the reference is not the policy before the first step")
+        if self.beta:
+            begins = self.state.global_step == 0
+            self._reference_check(self._unwrapped, self.model, self.ref_model or self.model, begins=begins)
 
     def _made_up_logps(self, model: nn.Module) -> Tensor:
         """Return log-probabilities of made-up rows, by TRL's forward and without dropout; collective.
