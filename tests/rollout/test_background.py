@@ -4,9 +4,9 @@ import threading
 import time
 
 import pytest
+from grpo_ext.trainer.leaves import LeavesInBackground
 
 from grpo_ext.rollout.background import Background, Closed
-from grpo_ext.trainer.leaves import LeavesInBackground
 
 
 def test_requests_end_in_their_order():

@@ -7,10 +7,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import IterableDataset
+from grpo_ext.rollout.collected import Collected, Generated
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import ConfigError
-from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.dynamic_sampling import (
     Batch,
     DynamicSampler,

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from grpo_ext.rollout.collected import Collected, Finished
 
 from grpo_ext.errors import ConfigError, SamplerLost
 from grpo_ext.rewards.containment import for_trl
-from grpo_ext.rollout.collected import Collected, Finished
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import Source, numbered
 from grpo_ext.trainer.collecting import Collector

@@ -20,7 +20,7 @@ from grpo_ext.objective.combinations import weighted_total, weighted_turns
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.rewards.protocol import RIGHT, deciding_reward
-from grpo_ext.rollout.collected import Collected, TurnRewards
+from grpo_ext.rollout.rollout_batch import RolloutBatch, TurnRewards
 from grpo_ext.trainer.log import Log
 
 PADDING = {"turns": -1, "states": -1, "turn_rewards": math.nan}
@@ -105,25 +105,25 @@ class Credit:
         self.group_means = GroupMeans(objective.remembered_batches)
         self.monitor = AdvantageMonitor(names, warns=accelerator.is_main_process)
 
-    def assign(self, collected: Collected, weights: Tensor, mask: Tensor, group: int, kl: Tensor | None) -> Credited:
+    def assign(self, rollouts: RolloutBatch, weights: Tensor, mask: Tensor, group: int, kl: Tensor | None) -> Credited:
         """Return the advantages of all processes' completions; in training they join what the next ones depend on.
 
         Args:
-            collected: a generation, with the rewards of all processes.
+            rollouts: a generation, with the rewards of all processes.
             weights: of the reward functions.
             mask: live tokens [rows, time] of this process.
             group: completions of a prompt.
             kl: estimates [rows, time] to lower the rewards by, where the penalty is in them.
         """
-        assert collected.rewards is not None
-        training, trl = self.log.mode == "train", TRLAdvantages.of(collected.rewards, weights, group, self.objective)
-        rewards, wide = self._grouped(collected.rewards, group), weights.double()
+        assert rollouts.rewards is not None
+        training, trl = self.log.mode == "train", TRLAdvantages.of(rollouts.rewards, weights, group, self.objective)
+        rewards, wide = self._grouped(rollouts.rewards, group), weights.double()
         total = self._total(rewards, wide)
         self._log_rewards(rewards, trl, total)
         if self.stock:
             credited = Credited(trl.advantages.view(-1, group), total, zero_variance(total))
         else:
-            tokens = self.tokens(collected, mask, group, kl) if self.objective.sees_tokens else {}
+            tokens = self.tokens(rollouts, mask, group, kl) if self.objective.sees_tokens else {}
             # an evaluation's figures would count the rows that fill up its last batch
             log_metric = self.log.add if training else _ignore
             values = self._estimated(rewards, wide, total, tokens, log_metric, remember=training)
@@ -134,22 +134,22 @@ class Credit:
             self.monitor.add(rewards, bool(credited.silent.all()))
         return credited
 
-    def silent_groups(self, collected: Collected, weights: Tensor, group: int) -> Bool[Tensor, " groups"]:
+    def silent_groups(self, rollouts: RolloutBatch, weights: Tensor, group: int) -> Bool[Tensor, " groups"]:
         """Return the groups of all processes in which no completion would have an advantage."""
-        assert collected.rewards is not None
-        rewards, tokens = self._grouped(collected.rewards, group), {}
+        assert rollouts.rewards is not None
+        rewards, tokens = self._grouped(rollouts.rewards, group), {}
         if self.objective.sees_tokens:
-            tokens = self.tokens(collected, token_mask(collected), group)
+            tokens = self.tokens(rollouts, token_mask(rollouts), group)
         history = self.group_means.together()
         return _silent(self.objective.advantages(rewards, weights.double(), history, _ignore, **tokens))
 
     def tokens(
-        self, collected: Collected, mask: Tensor, group: int, kl: Tensor | None = None
+        self, rollouts: RolloutBatch, mask: Tensor, group: int, kl: Tensor | None = None
     ) -> dict[str, Float[Tensor, "groups completions *more"]]:
         """Return what the estimator sees of all processes' tokens: `mask`, `kl` and, of trajectories, their turns."""
         tokens = {"mask": mask} | ({} if kl is None else {"kl": kl})
-        if (trajectories := collected.trajectories) and self.objective.sees_turns:
-            tokens |= turn_tensors(trajectories, collected.turn_rewards, mask.shape[1])
+        if (trajectories := rollouts.trajectories) and self.objective.sees_turns:
+            tokens |= turn_tensors(trajectories, rollouts.turn_rewards, mask.shape[1])
         return _gathered(tokens, group, self.accelerator)
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,9 +208,9 @@ def _ignore(name: str, value: float) -> None:
     """Log no figure."""
 
 
-def token_mask(collected: Collected) -> Tensor:
+def token_mask(rollouts: RolloutBatch) -> Tensor:
     """Tokens [rows, time] that the policy wrote, before TRL pads them."""
-    generated = collected.generated
+    generated = rollouts.generated
     assert generated is not None
     masks = generated.tool_mask or [[1] * len(ids) for ids in generated.completion_ids]
     return pad_sequence([torch.tensor(mask) for mask in masks], batch_first=True)

@@ -36,8 +36,8 @@ from grpo_ext.packing.pieces import TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer, in_evaluation
 from grpo_ext.packing.together import failing_alike
-from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.heap import give_back
+from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.seeing import Tokenized, described
 from grpo_ext.rollout.trajectories import completed
 from grpo_ext.rollout.vllm.drift import DriftCheck
@@ -197,7 +197,6 @@ class GRPOExtTrainer(Lifecycle):
         if self.reward_runtime is not None:
             self.reward_runtime.opened = self.opened
         self.collector = collector_of(self, rewards, self.acting)
-        self.reward_funcs = rewards.for_trl(self.collector.take_scores, self.collector.ready_scores)
         self._set_up_sampler()
         self._set_up_forward()
         self._add_callbacks()
@@ -227,8 +226,6 @@ class GRPOExtTrainer(Lifecycle):
     def _set_up_sampler(self) -> None:
         """Guard a rollout function, and what corrects the loss for another sampler than the policy."""
         args, ends = self.args, {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        if self.acting is not None:
-            self.rollout_func = self.collector.play
         if self.rollout_func is not None:
             self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
         self._samples_ahead = args.rollout_ahead > 0
@@ -258,7 +255,7 @@ class GRPOExtTrainer(Lifecycle):
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([self.sharing.problem()])
         several, sharded = self.accelerator.num_processes > 1, self.accelerator.distributed_type in SHARDED
-        if self.rollout_func is not None and several:
+        if several and (self.rollout_func is not None or self.acting is not None):
             self.sharing.agreed = self._largest
         check_pieces(args, aux_loss=self.aux_loss_enabled)
         agreed = self._largest if several and (sharded or self.sharing.agreed is not None) else None
@@ -305,47 +302,47 @@ class GRPOExtTrainer(Lifecycle):
         mode = "train" if self.model.training else "eval"
         if self._reference_check.first is None:
             self.check_reference()
-        collected = self.collector.generation(inputs)
-        batch = self._padded(collected)
+        rollouts = self.collector.generation(inputs)
+        batch = self._padded(rollouts)
         policy = self._logps(self.model, batch) if self._sampler_corrected else None
         if self.beta:
             batch["ref_per_token_logps"] = self._reference_logps(batch)
-        if self._evaluated is not None and collected.rewards is not None:
+        if self._evaluated is not None and rollouts.rewards is not None:
             rank, mask = self.accelerator.process_index, batch["completion_mask"]
-            batch["completion_mask"] = self._evaluated.mask_fillers(mask, collected.rewards, rank)
+            batch["completion_mask"] = self._evaluated.mask_fillers(mask, rollouts.rewards, rank)
         self._compare_sampler(batch, policy, mode)
-        credited = self._credited(collected, batch, policy, mode)
+        credited = self._credited(rollouts, batch, policy, mode)
         if policy is not None:  # behind the advantages, whose baselines are of all completions, also of rejected ones
             batch |= self._correction(batch, policy, mode)
         played = self.acting is not None and self.log_completions
-        prompts = [t.opening for t in collected.trajectories] if played else map(described, collected.prompts)
+        prompts = [t.opening for t in rollouts.trajectories] if played else map(described, rollouts.prompts)
         advantages, names = credited.by_completion().tolist(), self.reward_func_names
-        self._log.add_completions(collected, prompts, advantages, names, images=self.log_multimodal)
+        self._log.add_completions(rollouts, prompts, advantages, names, images=self.log_multimodal)
         self._log.add_figures_of_rewards()
         if self.accelerator.device.type == "cpu":
             give_back()
         return batch
 
-    def _padded(self, collected: Collected) -> dict[str, Any]:
+    def _padded(self, rollouts: RolloutBatch) -> dict[str, Any]:
         """Return the columns of a generation, and the number of trained tokens of all processes."""
-        assert collected.generated is not None
+        assert rollouts.generated is not None
         device, pad = self.accelerator.device, self._tokenizer.pad_token_id
         ends = {*self.eos_token_ids, pad} if self.mask_truncated_completions else None
-        multiple, made = cast(Any, self.pad_to_multiple_of), collected.trajectories
-        batch: dict[str, Any] = padded(collected.generated, pad, multiple, device, ends, trajectories=made or ())
+        multiple, made = cast(Any, self.pad_to_multiple_of), rollouts.trajectories
+        batch: dict[str, Any] = padded(rollouts.generated, pad, multiple, device, ends, trajectories=made or ())
         batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
-        return batch | collected.lists
+        return batch | rollouts.lists
 
-    def _credited(self, collected: Collected, batch: dict[str, Any], policy: Tensor | None, mode: str) -> Credited:
+    def _credited(self, rollouts: RolloutBatch, batch: dict[str, Any], policy: Tensor | None, mode: str) -> Credited:
         """Add the advantages of this process's rows, and their records, to the columns of a generation."""
         device, rank, mask = self.accelerator.device, self.accelerator.process_index, live_mask(batch)
         group = self.num_generations if mode == "train" else self.num_generations_eval
         kl = self._reward_kl(batch, policy, mask) if self.objective.kl_in_reward else None
-        credited = self._credit.assign(collected, self.reward_weights, mask, group, kl)
+        credited = self._credit.assign(rollouts, self.reward_weights, mask, group, kl)
         batch["advantages"] = credited.local(rank, *batch["completion_ids"].shape).to(device)
         if mode == "train":
-            assert collected.rewards is not None
-            record = row_record(collected.rewards, credited.total.flatten(), collected.scored_ids, rank, group)
+            assert rollouts.rewards is not None
+            record = row_record(rollouts.rewards, credited.total.flatten(), rollouts.scored_ids, rank, group)
             batch[ROWS] = record.to(widest(device)).to(device)
         elif self._evaluated is not None:
             self._evaluated.add_silent(credited.silent, group)
@@ -369,7 +366,7 @@ class GRPOExtTrainer(Lifecycle):
         if mode == "eval" and scores_kept_sets(self.args):  # over the tokens that were kept, not the vocabulary
             del batch["sampling_per_token_logps"]
             return
-        elsewhere = self.use_vllm or (self.rollout_func is not None and self.acting is None)
+        elsewhere = self.use_vllm or self.rollout_func is not None
         if not elsewhere and not (self._samples_ahead and mode == "train"):
             batch[DRAWN] = batch.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
         elif self._drift is not None and mode == "train" and self.collector.age == 0:
@@ -410,7 +407,14 @@ class GRPOExtTrainer(Lifecycle):
         return self.collector.tokenized(super()._tokenize_prompts, prompts)
 
     def _generate(self, prompts: list) -> Generated:
-        return self.collector.generated(super()._generate, prompts)
+        return self.collector.generated(super()._generate if self._turns_by_trl else None, prompts)
+
+    @property
+    def _turns_by_trl(self) -> bool:
+        """Whether TRL's loop completes rows: it calls tools, a rollout function, and the turns of a subclass."""
+        turns = getattr(self._generate_single_turn, "__func__", None)
+        own = turns is GRPOExtTrainer._generate_single_turn
+        return bool(self.tools or self.rollout_func is not None or self.environment_factories is not None or not own)
 
     def _generate_single_turn(
         self,
@@ -425,8 +429,7 @@ class GRPOExtTrainer(Lifecycle):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
     ) -> Tensor:
-        given = inputs, prompts, completions, completion_ids_list
-        return self.collector.rewarded(super()._calculate_rewards, *given)
+        return self.collector.rewarded(inputs, prompts, completions, completion_ids_list)
 
     def close_rewards(self) -> None:
         """End the processes beside this one, after the last use of a trainer that was not trained."""
