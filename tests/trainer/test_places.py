@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grpo_ext.rollout.collected import Generated
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.objective.trajectory import Trajectory, Turn, batch
+from grpo_ext.rollout.rollout_batch import Generated
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.trainer.batches import padded
 from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS, by_place, depths, later_turns

@@ -28,6 +28,10 @@ class Generated(NamedTuple):
     images: list[Any] | None
     tool_images: list[Any]
 
+    def has(self, completions: list[Any], completion_ids: list[list[int]]) -> bool:
+        """Return whether these are its completions."""
+        return (self.completions, self.completion_ids) == (completions, completion_ids)
+
 
 @dataclass
 class RolloutBatch:

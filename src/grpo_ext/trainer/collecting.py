@@ -119,7 +119,10 @@ class Collector:
         ready = None if self.ahead is None else self.ahead.finished(attempts)
         found = replace(ready or RolloutBatch([]), rows=rows, attempts=attempts, prompts=prompts)
         with temporarily(self, _current=found):
-            made = found.generated = Generated(*self.trainer._generate(prompts))
+            made = Generated(*self.trainer._generate(prompts))
+        if found.generated is not None and not found.generated.has(made.completions, made.completion_ids):
+            found.scored = {}  # a subclass has changed what was scored ahead
+        found.generated = made
         added = [{k: v[i] if isinstance(v, list) else v for k, v in made.extra.items()} for i in range(len(rows))]
         found.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
         return found
@@ -325,7 +328,7 @@ class Collector:
         trainer, found = self.trainer, self._current or RolloutBatch(rows)
         made, found.scored_ids = found.generated, completion_ids
         self.rewards.schedule_weights(trainer.reward_weights, trainer.state)
-        unchanged = made is not None and (completions, completion_ids) == (made.completions, made.completion_ids)
+        unchanged = made is not None and made.has(completions, completion_ids)
         columns = columns_of(rows, prompts, completions, completion_ids, trainer.state, trainer.environments)
         with trainer._times.during("rewards"):
             scored = self._scored(columns, found.scored if unchanged else {})
