@@ -153,7 +153,8 @@ class Collector:
         """Tokenize as TRL does; where there are images, each prompt by itself, so that a row's tensors are known."""
         if not any(map(images_in, prompts)):
             return stock(prompts)
-        check_seen(self.trainer, prompts)
+        names = ("tools", "rollout_func", "environment_factories")
+        check_seen(self.trainer.args, {name: getattr(self.trainer, name) for name in names}, prompts)
         tokenized, rows = each_alone(stock, prompts)
         check_fields(rows, self.trainer._scorer.multimodal)
         if self._current is not None:

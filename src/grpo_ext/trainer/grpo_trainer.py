@@ -59,7 +59,7 @@ from grpo_ext.trainer.reference import InitialWeights, ReferenceCheck, made_up, 
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler
-from grpo_ext.trainer.seeing import check_processor, check_prompts, fix_lengths
+from grpo_ext.trainer.seeing import check_processor, check_prompts, fix_lengths, longest_row
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
     Reward,
@@ -178,11 +178,16 @@ class GRPOExtTrainer(Lifecycle):
             raise ConfigError(found)
         check_reward_names(self.reward_func_names)
         check_best_metric(args, ready.eval_dataset, self.reward_func_names)
-        check_processor(self, ready.train_dataset, ready.eval_dataset)
+        check_processor(self.processing_class, ready.train_dataset, ready.eval_dataset)
         played = bool(ready.environments or any(rollouts.values()))
+        options, main = as_mapping(self.chat_template_kwargs), self.accelerator.is_main_process
         if not isinstance(train_dataset, Checked):
-            check_prompts(self, ready.train_dataset, ready.eval_dataset, played=played)
-        fix_lengths(self, ready.train_dataset, played=played)
+            given = self._tokenizer, options, self.reward_funcs, ready.train_dataset, ready.eval_dataset
+            check_prompts(*given, played=played, warns=main)
+        known = None if played else ready.train_dataset
+        longest = partial(longest_row, self._tokenizer, options, known, int(args.max_completion_length or 0))
+        policies = [causal_lm(self.accelerator.unwrap_model(m)) for m in (self.model, self.ref_model) if m is not None]
+        fix_lengths(policies, args, longest, warns=main)
         make_portable(self.model)
         if args.fp16:
             widen_trained(self.model)
