@@ -202,26 +202,26 @@ class Collector:
 
     def _completed(self, found: RolloutBatch, prompts: list) -> Generated:
         """Complete prompts by the worker, unless that was done ahead; environments' figures are logged."""
-        trainer, images, fields = self.trainer, None, {}
+        trainer, images, fields, made = self.trainer, None, {}, found
         if found.generated is None:
             prompts, ids = copy.deepcopy(prompts), list[list[int]]()
             if self.acting is None:
                 ids, images, fields = trainer._tokenize_prompts(prompts)
             group = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
             made = self.worker.complete(self._request(found, prompts, ids, fields, group))
-            assert made.generated is not None
-            found.generated, found.kept, found.played = made.generated._replace(images=images), made.kept, made.played
+        assert made.generated is not None
+        generated, found.kept, found.played = made.generated._replace(images=images), made.kept, made.played
         if self.acting is None:
-            return found.generated
+            return generated
         records = self.acting.records(found.played)
         trainer._log.add_all(self.acting.figures(records, warns=trainer.accelerator.is_main_process))
         if trainer.model.training:
             self.acting.note_losses(records)
-        if not known_everywhere(found.trajectories):
-            return found.generated
-        lists = batch(found.trajectories, self.worker.ends, logprobs=True)
+        if not known_everywhere(made.trajectories):
+            return generated
+        lists = batch(made.trajectories, self.worker.ends, logprobs=True)
         fill_empty(lists.completion_ids, lists.logprobs, self.worker.eos_token_id)
-        return found.generated._replace(logprobs=lists.logprobs)
+        return generated._replace(logprobs=lists.logprobs)
 
     def _request(
         self,
