@@ -8,7 +8,6 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.composition import RewardSpec, parse_rewards
-from grpo_ext.rewards.containment import for_trl
 from grpo_ext.rewards.runtime import Runtime
 
 MODULE = """
@@ -246,11 +245,9 @@ def test_built_rewards_have_log_names_options_and_model_ids(my_rewards):
 def test_async_functions_stay_async(my_rewards, name, value):
     kwargs = {"value": 5.0} if name == "later" else {}
     [component] = build(RewardSpec("late", f"{my_rewards}:{name}", kwargs=kwargs))
-    reward = for_trl(component, lambda *_: None)
-    assert (get_callable_name(reward), is_async_callable(reward)) == ("late", name != "plain")
-    for function in (component, reward):
-        given = function(prompts=[""], completions=["a"])
-        assert (given if name == "plain" else run(given)) == [value]
+    assert (get_callable_name(component), is_async_callable(component)) == ("late", name != "plain")
+    given = component(prompts=[""], completions=["a"])
+    assert (given if name == "plain" else run(given)) == [value]
 
 
 def test_the_recipes_options_win_over_columns_of_the_same_name():

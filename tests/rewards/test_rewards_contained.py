@@ -21,7 +21,7 @@ from grpo_ext import child_processes
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.composition import parse_rewards
-from grpo_ext.rewards.containment import for_trl
+from grpo_ext.rewards.containment import Contained
 from grpo_ext.rewards.workers import pool
 from support import faulty
 from support.processes import PATIENCE
@@ -33,10 +33,6 @@ def score(runtime, completions=BATCH, **columns) -> list:
     """Values of the only reward, in this process also of an async one."""
     values = runtime.functions[0](prompts=[""] * len(completions), completions=list(completions), **columns)
     return asyncio.run(values) if inspect.isawaitable(values) else values
-
-
-def ignore(name, scores):
-    """Drop what a reward returned beside its values."""
 
 
 # Values.
@@ -284,14 +280,14 @@ def test_a_column_that_json_cannot_hold_is_saved_as_text(runtime, tmp_path):
     [([10**400] * 2, "int too large"), (["a"] * 2, "'a', which is not a number"), ([1.0], "1 values for 2")],
 )
 def test_a_plain_function_is_contained_with_its_values(values, reason):
-    taken = []
-    reward = for_trl(lambda completions, **_: values, lambda *scored: taken.append(scored))
-    assert reward(completions=["a", "b"]) == [None, None]
-    [(name, scores)] = taken
-    assert name == "<lambda>"
+    reward = Contained(lambda completions, **_: values)
+    scores = reward.scores({"completions": ["a", "b"]})
+    assert (reward.__name__, scores.values) == ("<lambda>", [None, None])
     assert reason in scores.error
     for given in ((1, None, math.inf), iter([True, None, -math.inf]), torch.tensor([1.0, 2.0, math.inf])):
-        first, _, last = for_trl(lambda completions, given=given, **_: given, ignore)(completions=["a"] * 3)
+        first, _, last = (
+            Contained(lambda completions, given=given, **_: given).scores({"completions": ["a"] * 3}).values
+        )
         assert first == 1.0
         assert math.isinf(last)
 
@@ -306,10 +302,10 @@ def test_nan_of_a_plain_function_counts_as_none_as_in_trl(later, caplog):
     async def function_later(completions, **_):
         return batches.pop(0)
 
-    reward = for_trl(function_later if later else function, ignore)
+    reward = Contained(function_later if later else function)
     columns = {"completions": ["a", "b"], "log_metric": lambda *logged: metrics.append(logged)}
-    values = [asyncio.run(reward(**columns)) if later else reward(**columns) for _ in range(4)]
-    assert values == [[1.0, 2.0], [1.0, None], [None, None], [1.0, 2.0]]
+    scored = [asyncio.run(reward.scores_async(columns)) if later else reward.scores(columns) for _ in range(4)]
+    assert [scores.values for scores in scored] == [[1.0, 2.0], [1.0, None], [None, None], [1.0, 2.0]]
     assert metrics == [(f"rewards/{reward.__name__}/nan_frac", share) for share in (0.5, 1.0, 0.0)]
     [record] = caplog.records
     assert "returned NaN for 1 of 2 completions" in record.message
@@ -330,14 +326,12 @@ def test_no_exception_of_a_function_leaves_it(error, where, runtime, monkeypatch
     try:
         entry = spec(f"raises_in_{where}", isolate=False)
         assert score(runtime(entry), ["good", "bad"]) == [1.0 if where == "value" else None, None]
-        errors = []
-        reward = for_trl(entry.callable, lambda _, scores: errors.append(scores.error))
-        values = reward(completions=["good", "bad"])
-        assert (asyncio.run(values) if inspect.isawaitable(values) else values) == [None, None]
+        reward, columns = Contained(entry.callable), {"completions": ["good", "bad"]}
+        scores = asyncio.run(reward.scores_async(columns)) if reward.is_async else reward.scores(columns)
+        assert (scores.values, bool(scores.error)) == ([None, None], True)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert type(error).__name__ in caplog.text
-    assert len(errors) == 1
 
 
 def test_ctrl_c_is_not_contained_where_it_raises(runtime, monkeypatch):

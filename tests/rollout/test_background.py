@@ -6,7 +6,7 @@ import time
 import pytest
 
 from grpo_ext.rollout.background import Background, Closed
-from grpo_ext.trainer.leaves import LeavesInBackground
+from grpo_ext.trainer.rollout_worker import Asked, BackgroundWorker
 
 
 def test_requests_end_in_their_order():
@@ -78,16 +78,16 @@ def test_generations_that_have_not_begun_fail_when_the_background_is_closed():
     begun, end = threading.Event(), threading.Event()
 
     class Waiting:
-        def completed(self, request):
+        def complete(self, request):
             begun.set()
             end.wait(10)
             raise ValueError("of the sampler")
 
-        def scored(self, request, made):
+        def score(self, columns):
             pytest.fail("there is nothing to score")
 
-    background = LeavesInBackground(Waiting())
-    submitted = [background.submit(request) for request in "ab"]
+    background = BackgroundWorker(Waiting())
+    submitted = [background.submit(Asked(request, None)) for request in "ab"]
     begun.wait(10)
     background.stop()
     end.set()

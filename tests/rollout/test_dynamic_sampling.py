@@ -10,7 +10,6 @@ from datasets import IterableDataset
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import ConfigError
-from grpo_ext.rollout.collected import Collected, Generated
 from grpo_ext.rollout.dynamic_sampling import (
     Batch,
     DynamicSampler,
@@ -20,6 +19,7 @@ from grpo_ext.rollout.dynamic_sampling import (
     judged,
     replacements,
 )
+from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from support import tiny
 from support.processes import CONFIG, run_forked
 from support.trainers import build, number, record
@@ -64,8 +64,8 @@ def test_dead_groups_are_replaced_in_order_until_either_side_runs_out():
 
 def test_log_probabilities_of_a_rollout_function_may_be_arrays():
     made = Generated([[1]], [[2, 3]], None, ["a"], [np.zeros(2)], {}, None, [])
-    batch = Batch.of(Collected([{}], (), ["a"], made, rewards=torch.zeros(1, 1), turn_rewards=[[None]], logged={}))
-    assert batch.collected().generated.logprobs[0].tolist() == [0.0, 0.0]
+    batch = Batch.of(RolloutBatch([{}], (), ["a"], made, rewards=torch.zeros(1, 1), turn_rewards=[[None]], logged={}))
+    assert batch.rollouts().generated.logprobs[0].tolist() == [0.0, 0.0]
 
 
 def test_fresh_prompts_visit_every_row_once_an_epoch_and_resume_anywhere():

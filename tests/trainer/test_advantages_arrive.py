@@ -2,14 +2,12 @@
 
 import math
 from statistics import fmean, pstdev
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from grpo_ext.config import checks
 from grpo_ext.objective import estimate
-from grpo_ext.trainer import crediting
 from support.trainers import binary, build, scripted_rollout, weights
 
 BETA = 0.5
@@ -29,8 +27,8 @@ def second_step(model_path, tmp_path, **settings):
         return spy
 
     trainer._generate_and_score_completions = keep(trainer._generate_and_score_completions, outputs)
-    with patch.object(crediting, "_reward_kl", keep(crediting._reward_kl, penalties)):
-        trainer.train()
+    trainer._reward_kl = keep(trainer._reward_kl, penalties)
+    trainer.train()
     output = outputs[1]
     k1 = (penalties[1] if penalties else torch.zeros(output["completion_mask"].shape)).tolist()
     kl = [

@@ -1,23 +1,23 @@
-"""The collector of generations with a fake sampler and a trainer of hooks alone: no model, no engine."""
+"""The collector of rollouts in a real trainer, whose sampler says each context backwards."""
 
-from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
+from grpo_ext import GRPOExtTrainer
 from grpo_ext.errors import ConfigError, SamplerLost
-from grpo_ext.rewards.containment import for_trl
-from grpo_ext.rollout.collected import Collected, Finished
+from grpo_ext.rewards.containment import Contained, Scored, scored_by
+from grpo_ext.rewards.outcomes import Scores
+from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import Sampled
-from grpo_ext.rollout.seeds import Source, numbered
-from grpo_ext.trainer.collecting import Collector
+from support import tiny
+from support.trainers import build
 
-ROWS = [{"prompt": prompt, "number": i} for i, prompt in enumerate(("one", "one", "two", "two"))]
-ATTEMPTS = numbered(7, Source.TRAINING, range(4), 2)
-END = 9
+ROWS = [{"prompt": prompt, "number": i} for i, prompt in enumerate(("abc:", "abc:", "de:", "de:"))]
+END = 1
+"""The tokenizer's end of a sequence."""
 
 
 class Echo:
@@ -60,104 +60,117 @@ class Beside(Echo):
         self.closed = True
 
 
-class Trainer:
-    """TRL's hooks: prompts are numbers of letters, rewards the first token."""
-
-    def __init__(self, beside=None, training=True, **settings):
-        self.model, self.use_vllm, self._last_loaded_step = SimpleNamespace(training=training), False, None
-        self.state, self.args = SimpleNamespace(global_step=0), SimpleNamespace(environment_waves="ready", **settings)
-        self._tokenizer, self.eos_token_ids = SimpleNamespace(eos_token_id=END, pad_token_id=0), [END]
-        self._times = SimpleNamespace(during=lambda _: nullcontext())
-        self._pending_extra_logs, self._metrics = defaultdict(list), {"train": defaultdict(list)}
-        self._evaluated, self._sampler_corrected, self.environment_factories, self.tools = None, False, None, []
-        self._scorer = SimpleNamespace(choose_way=lambda *_: None, multimodal=())
-        self.accelerator, self._unwrapped = SimpleNamespace(gather=lambda values: values), None
-        self.reward_weights = torch.ones(1)
-        rewards = SimpleNamespace(
-            schedule_weights=lambda *_: None,
-            checked=lambda rewards, *_: rewards,
-            turn_rewards=lambda *_: [],
-            runtime=None,
-        )
-        self.collector = Collector(self, Echo(), beside, rewards)
-
-    def attempt_ids(self, rows):
-        return ATTEMPTS[:rows]
-
-    def _sampling(self):
-        return nullcontext()
-
-    def _generate(self, prompts):
-        def stock(prompts):
-            ids = [[len(prompt), place] for place, prompt in enumerate(prompts)]
-            completions, logps = self.collector.turn(ids, {}, 2, has_tool_images=False)
-            return ids, completions, None, [str(made) for made in completions], logps, {"column": "x"}, None, []
-
-        return self.collector.generated(stock, prompts)
-
-    def _calculate_rewards(self, rows, prompts, completions, completion_ids):
-        stock = lambda *given: torch.tensor([[float(ids[0])] for ids in completion_ids])  # noqa: E731
-        return self.collector.rewarded(stock, rows, prompts, completions, completion_ids)
+def first_token(completions, completion_ids, number, log_extra, log_metric, **_):
+    log_extra("seen", list(number))
+    log_metric("numbers", float(sum(number)))
+    return [float(ids[0]) for ids in completion_ids]
 
 
-def test_a_generation_has_its_rows_completions_and_rewards_in_order():
-    trainer = Trainer()
+@pytest.fixture
+def make(tmp_path):
+    def made(beside=None, kind=GRPOExtTrainer, training=True, **settings):
+        settings = {"num_generations": 2, "generation_batch_size": 4, "gradient_accumulation_steps": 1} | settings
+        one = build(tiny.model(), tmp_path, [first_token], kind=kind, per_device_train_batch_size=4, **settings)
+        one.collector.own, one.collector.beside = Echo(), beside
+        one.model.train(training)
+        return one
+
+    return made
+
+
+def contexts():
+    return tiny.tokenizer()([row["prompt"] for row in ROWS])["input_ids"]
+
+
+def test_a_generation_has_its_rows_completions_and_rewards_in_order(make):
+    trainer = make()
     made = trainer.collector.generation(ROWS)
-    assert made.generated.completion_ids == [[0, 3], [1, 3], [2, 3], [3, 3]]
-    assert made.generated.logprobs == [[-0.5, -0.5]] * 4
-    assert made.rewards.tolist() == [[0.0], [1.0], [2.0], [3.0]]
+    backwards = [ids[::-1] for ids in contexts()]
+    assert made.generated.completion_ids == backwards
+    assert made.generated.completions == tiny.tokenizer().batch_decode(backwards, skip_special_tokens=True)
+    assert made.generated.logprobs == [[-0.5] * len(ids) for ids in backwards]
+    assert made.rewards.tolist() == [[float(ids[0])] for ids in backwards]
+    assert made.logged == {"seen": [0, 1, 2, 3]}
+    assert trainer._pending_metrics["numbers"] == [6.0]
     assert [row["number"] for row in made.rows] == [0, 1, 2, 3]
-    assert all(row["column"] == "x" for row in made.rows)
     assert trainer.collector.own.asked == [(4, [3] * 4, False, {"fields": {}, "group": 2})]
+    assert trainer._metrics["train"]["completions/mean_length"] == [3.5]
+    assert trainer._metrics["train"]["completions/clipped_ratio"] == [1.0]
+    assert trainer.state.num_input_tokens_seen == 28
 
 
-def test_what_samples_beside_the_training_gets_the_weights_of_each_step_once_and_a_stream_for_each_attempt():
+def test_what_samples_beside_the_training_gets_the_weights_of_each_step_once_and_a_stream_for_each_attempt(make):
     beside = Beside()
-    trainer = Trainer(beside)
+    trainer = make(beside)
+    attempts = trainer.attempt_ids(4)
     first, again = (trainer.collector.generation(ROWS).generated.completion_ids for _ in range(2))
     trainer.state.global_step = 1
     trainer.collector.generation(ROWS)
     assert beside.published == [0, 1]
     assert beside.versions == {1}
-    contexts = ([3, place] for place in range(4))
-    assert first == again == [[*ids[::-1], number] for ids, number in zip(contexts, numbers(), strict=True)]
+    drawn = [int(np.random.Generator.integers(attempt.stream(), 9)) for attempt in attempts]
+    assert first == again == [[*ids[::-1], last] for ids, last in zip(contexts(), drawn, strict=True)]
     assert trainer.collector.own.asked == []
 
 
-def numbers():
-    return [int(np.random.Generator.integers(attempt.stream(), 9)) for attempt in ATTEMPTS]
-
-
-def test_an_evaluation_samples_by_the_policy_itself():
+def test_an_evaluation_samples_by_the_policy_itself(make):
     beside = Beside()
-    trainer = Trainer(beside, training=False)
+    trainer = make(beside, training=False)
     trainer.collector.generation(ROWS)
     assert not beside.asked
     assert len(trainer.collector.own.asked) == 1
 
 
-def test_a_window_that_is_ready_is_neither_sampled_nor_published_again():
+class Longer(GRPOExtTrainer):
+    """Adds a token to each completion, as a subclass may."""
+
+    def _generate(self, prompts):
+        made = super()._generate(prompts)
+        return made._replace(completion_ids=[[*ids, END] for ids in made.completion_ids], logprobs=None)
+
+
+@pytest.mark.parametrize("kind", [GRPOExtTrainer, Longer])
+def test_a_window_that_is_ready_is_not_sampled_again_and_scored_again_only_if_it_was_changed(make, kind):
     beside = Beside()
-    trainer = Trainer(beside)
-    finished = Finished([[5], [6], [7], [8]], [[-1.0]] * 4, ["a", "b", "c", "d"])
-    trainer.collector.ahead = SimpleNamespace(taking=lambda rows: nullcontext(), finished=lambda _: finished, age=2)
+    trainer = make(beside, kind)
+    ids = [[5], [6], [7], [8]]
+    ready = Generated([[9]] * 4, ids, None, ["a", "b", "c", "d"], [[-1.0]] * 4, {}, None, [])
+    scored = {"first_token": Scored(Scores([0.5] * 4, [None] * 4), [("log_metric", "ready", 1.0)])}
+    found = RolloutBatch([], generated=ready, scored=scored)
+    trainer.collector.ahead = SimpleNamespace(taking=lambda rows: nullcontext(), finished=lambda _: found, age=2)
     made = trainer.collector.generation(ROWS)
-    assert made.generated.completion_ids == [[5], [6], [7], [8]]
-    assert made.rewards.tolist() == [[5.0], [6.0], [7.0], [8.0]]
+    assert [row[:1] for row in made.generated.completion_ids] == ids
+    assert made.rewards.tolist() == ([[0.5]] * 4 if kind is GRPOExtTrainer else [[5.0], [6.0], [7.0], [8.0]])
+    assert ("ready" in trainer._pending_metrics) is (kind is GRPOExtTrainer)
     assert (beside.asked, beside.published, trainer.collector.age) == ([], [], 2)
 
 
-def test_an_empty_completion_is_the_end_token_whose_probability_is_unknown():
-    trainer = Trainer()
+class Turns(GRPOExtTrainer):
+    """Samples by itself, as a subclass may: TRL's loop then asks for each turn."""
+
+    def _generate_single_turn(self, prompt_ids, *_):
+        return [[len(ids), END] for ids in prompt_ids], None
+
+
+def test_the_turns_of_a_subclass_are_used(make):
+    trainer = make(kind=Turns)
+    made = trainer.collector.generation(ROWS)
+    assert made.generated.completion_ids == [[len(ids), END] for ids in contexts()]
+    assert trainer._metrics["train"]["completions/mean_length"] == [2.0]
+    assert trainer.collector.own.asked == []
+
+
+def test_an_empty_completion_is_the_end_token_whose_probability_is_unknown(make):
+    trainer = make()
     trainer.collector.own.said = lambda contexts, streams: [Sampled([], [], None)] * len(contexts)
     made = trainer.collector.generation(ROWS).generated
     assert made.completion_ids == [[END]] * 4
     assert made.logprobs == [[None]] * 4
 
 
-def test_a_lost_sampler_leaves_nothing_half_made():
+def test_a_lost_sampler_leaves_nothing_half_made(make):
     beside = Beside()
-    trainer = Trainer(beside)
+    trainer = make(beside)
 
     def lost(*_):
         raise SamplerLost("gone")
@@ -171,24 +184,20 @@ def test_a_lost_sampler_leaves_nothing_half_made():
     assert beside.published == [0]
 
 
-def test_tools_that_return_images_are_refused():
+def test_tools_that_return_images_are_refused(make):
     with pytest.raises(ConfigError, match="image"):
-        Trainer().collector.turn([[1]], {}, 1, has_tool_images=True)
+        make().collector.turn([[1]], {}, 1, has_tool_images=True)
 
 
-def test_all_that_samples_and_scores_beside_this_process_ends_with_the_run():
+def test_all_that_samples_and_scores_beside_this_process_ends_with_the_run(make):
     beside = Beside()
-    trainer = Trainer(beside, vllm_mode="colocate")
-    trainer.collector.close()
+    make(beside).collector.close()
     assert beside.closed
 
 
 def test_an_environments_reward_may_be_called_with_its_environments_alone():
-    trainer, taken = Trainer(), []
-    score = for_trl(paid_by_environments, lambda *scores: taken.append(scores), trainer.collector.ready_scores)
-    trainer.collector._current = Collected(ROWS[:2], ready=Finished([[1]], None, ["a"]))
-    assert score(environments=[3, 4]) == [3.0, 4.0]
-    assert taken[0][1].values == [3.0, 4.0]
+    [scored] = scored_by([Contained(paid_by_environments)], {"environments": [3, 4]}, None).values()
+    assert scored.scores.values == [3.0, 4.0]
 
 
 def paid_by_environments(environments, **_):

@@ -9,12 +9,12 @@ import torch
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.objective.trajectory import Trajectory, Turn, batch
-from grpo_ext.rollout.collected import Generated
+from grpo_ext.rollout.rollout_batch import Generated
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.trainer.batches import padded
 from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS, by_place, depths, later_turns
 from grpo_ext.trainer.diagnosis.rules import diagnose
-from grpo_ext.trainer.loss_terms import Figures
+from grpo_ext.trainer.loss_terms import Figures, LossFigures
 from support import tiny, trainers
 from support.figures import Alone
 
@@ -76,7 +76,7 @@ def logged(parts: list[torch.Tensor]) -> dict[str, float]:
     for rows in parts:
         width = max(LENGTHS[i] for i in rows.tolist())
         mask = known[rows, :width]
-        figures.add(by_place(values[rows, :width], mask, later[rows, :width]), None, mask, {})
+        figures.add(LossFigures(by_place(values[rows, :width], mask, later[rows, :width]), None, mask, {}))
     figures.log(metrics, Alone())
     return {name: value for name, (value,) in metrics.items()}
 
@@ -92,7 +92,7 @@ def test_depth_and_turn_are_the_same_in_any_micro_batches(parts):
 @pytest.mark.parametrize(("width", "names"), [(128, 1), (129, 2), (1024, 2), (1025, 3), (65537, 5)])
 def test_depths_that_no_completion_reaches_are_not_logged(width, names):
     figures, metrics, known = Figures(), defaultdict(list), torch.ones(1, width, dtype=torch.bool)
-    figures.add(by_place(torch.ones(1, width), known, None), None, known, {})
+    figures.add(LossFigures(by_place(torch.ones(1, width), known, None), None, known, {}))
     figures.log(metrics, Alone())
     assert list(metrics) == list(DEPTHS)[:names]
 

@@ -18,7 +18,7 @@ from grpo_ext.trainer.diagnosis.recording import (
     row_record,
     token_figures,
 )
-from grpo_ext.trainer.loss_terms import Figures
+from grpo_ext.trainer.loss_terms import Figures, LossFigures
 from support import tiny
 from support.figures import Alone
 from support.trainers import build
@@ -59,7 +59,8 @@ def sizes(parts) -> dict[str, float]:
     figures, metrics = Figures(), defaultdict(list)
     for inputs, tensors, live in parts:
         mask = tensors["mask"]
-        figures.add({"tokens": (torch.ones_like(mask), mask)}, None, mask, log_weights(inputs, tensors, live))
+        means, weights = {"tokens": (torch.ones_like(mask), mask)}, log_weights(inputs, tensors, live)
+        figures.add(LossFigures(means, None, mask, weights))
     figures.log(metrics, Alone())
     return {name: value for name, (value,) in metrics.items() if "ess" in name}
 

@@ -77,7 +77,8 @@ def test_the_samplers_log_probabilities_are_the_ratios_denominator_without_anoth
     for old in ("recomputed", "sampler"):
         settings = {"max_steps": 2, "steps_per_generation": 2, "per_device_train_batch_size": 8, "epsilon": 10.0}
         trainer = build(tiny.model(), tmp_path, rows=16, rollout=scored, old_logps=old, learning_rate=0.1, **settings)
-        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, NoServer(), -1
+        trainer.use_vllm = trainer.args.use_vllm = True
+        trainer.vllm_generation, trainer._last_loaded_step = NoServer(), -1
         forward, calls[old] = trainer._scorer.tokens, []
 
         def count(*args, forward=forward, grads=calls[old], **kwargs):

@@ -1,10 +1,10 @@
-"""Adapters between TRL, which wants a list of rewards, and rewards that return `Scores` or may raise."""
+"""Scoring a batch by all functions of a trainer, those of a recipe and a user's own, which may raise."""
 
 import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +15,10 @@ from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts, wrong_length
 from grpo_ext.rewards.runtime import AsyncComponent, Component
 from grpo_ext.rewards.signatures import callable_name, is_async
-from grpo_ext.rewards.workers.pool import Interrupted
 from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards
-from grpo_ext.waiting import SIGNALLED, named
+from grpo_ext.waiting import named
 
 logger = logging.getLogger(__name__)
-
-Take = Callable[[str, Scores], None]
-"""Receives the name of a reward and its scores of a batch."""
 
 
 class Scored(NamedTuple):
@@ -32,49 +28,10 @@ class Scored(NamedTuple):
     logged: list[tuple[str, str, Any]]
     """Calls of TRL's callbacks: name of the callback, of the column or metric, and values."""
 
-    def replayed(self, columns: Mapping[str, Any]) -> Scores:
-        """Log by the callbacks of `columns` what was recorded; return the scores."""
-        for callback, name, values in self.logged:
-            columns[callback](name, values)
-        return self.scores
-
-
-Ready = Callable[[str, Mapping[str, Any]], Scores | None]
-"""Returns the scores of a batch by name and columns of a reward, where it was scored before."""
-
 
 def scorer_of(reward: Any) -> Any:
     """Return what scores batches by `reward` as `Scores`; a model is returned as it is."""
     return reward if isinstance(reward, Component | Contained | torch.nn.Module) else Contained(reward)
-
-
-def for_trl(reward: Any, take: Take, ready: Ready = lambda *_: None) -> Any:
-    """Return `reward` as a function that returns TRL's list and hands the whole `Scores` to `take`.
-
-    A failure never raises here, on one process only: it is in `Scores.error`. Models are returned as they are.
-    """
-    if isinstance(reward, torch.nn.Module):
-        return reward
-    scorer = scorer_of(reward)
-    name = scorer.__name__
-
-    def taken(scores: Scores) -> list[float | None]:
-        take(name, scores)
-        return scores.values
-
-    async def call_async(**columns: Any) -> list[float | None]:
-        return taken(ready(name, columns) or await scorer.scores_async(columns))
-
-    def call(**columns: Any) -> list[float | None]:
-        try:
-            return taken(ready(name, columns) or scorer.scores(columns))
-        except Interrupted:  # on this process; all raise when their rewards are checked
-            rows = row_count(columns)
-            return taken(Scores([0.0] * rows, [None] * rows, error=SIGNALLED))
-
-    chosen = call_async if waits(scorer) else call
-    chosen.__name__ = name
-    return chosen
 
 
 def waits(scorer: Any) -> bool:
@@ -83,7 +40,10 @@ def waits(scorer: Any) -> bool:
 
 
 def scored_by(
-    scorers: Sequence[Any], columns: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None
+    scorers: Sequence[Any],
+    columns: Mapping[str, Any],
+    loop: asyncio.AbstractEventLoop | None,
+    timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> dict[str, Scored]:
     """Score a batch by all functions as TRL does: one after the other, then the async ones together in `loop`.
 
@@ -91,22 +51,29 @@ def scored_by(
         scorers: by `scorer_of`; models are left out.
         columns: as TRL passes them, without its callbacks.
         loop: the event loop of TRL, where a function is async.
+        timed: entered around the call of each function, with its name.
+
+    Raises:
+        Interrupted: the run ends, and a worker did not.
     """
     functions = [scorer for scorer in scorers if not isinstance(scorer, torch.nn.Module)]
     scored: dict[str, Scored] = {}
     for scorer in (one for one in functions if not waits(one)):
         given, logged = _with_log(columns)
-        scored[scorer.__name__] = Scored(scorer.scores(given), logged)
+        with timed(scorer.__name__):
+            scored[scorer.__name__] = Scored(scorer.scores(given), logged)
 
-    async def together(later: Sequence[Any]) -> None:
-        logs = [_with_log(columns) for _ in later]
-        found = await asyncio.gather(*(s.scores_async(given) for s, (given, _) in zip(later, logs, strict=True)))
-        for scorer, scores, (_, logged) in zip(later, found, logs, strict=True):
-            scored[scorer.__name__] = Scored(scores, logged)
+    async def by(scorer: Any) -> tuple[str, Scored]:
+        given, logged = _with_log(columns)
+        with timed(scorer.__name__):
+            return scorer.__name__, Scored(await scorer.scores_async(given), logged)
+
+    async def by_all(later: Sequence[Any]) -> list[tuple[str, Scored]]:
+        return await asyncio.gather(*map(by, later))
 
     if later := [scorer for scorer in functions if waits(scorer)]:
         assert loop is not None
-        asyncio.run_coroutine_threadsafe(together(later), loop).result()
+        scored |= asyncio.run_coroutine_threadsafe(by_all(later), loop).result()
     return scored
 
 

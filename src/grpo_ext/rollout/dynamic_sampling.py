@@ -1,7 +1,7 @@
 """Dynamic sampling: fresh prompts replace groups whose completions all score alike. DAPO, arXiv:2503.14476.
 
-`DynamicSampler.settle` generates and scores round by round, and returns one `Collected`, as if it had been generated
-and scored in one go.
+`DynamicSampler.settle` generates and scores round by round, and returns one `RolloutBatch`, as if it had been
+generated and scored in one go.
 """
 
 import math
@@ -21,7 +21,7 @@ from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.advantages import zero_variance
 from grpo_ext.packing.images import no_images
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rollout.collected import Collected, Generated
+from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
 
 TOTAL = "reward"
@@ -116,22 +116,22 @@ class Batch:
     """Names of the columns that a rollout function added."""
 
     @classmethod
-    def of(cls, collected: Collected) -> "Batch":
+    def of(cls, rollouts: RolloutBatch) -> "Batch":
         """Split a scored generation into rows."""
-        made, rewards, count = collected.generated, collected.rewards, len(collected.rows)
+        made, rewards, count = rollouts.generated, rollouts.rewards, len(rollouts.rows)
         assert made is not None
         assert rewards is not None
-        full = {name: values for name, values in collected.logged.items() if len(values) == count}
+        full = {name: values for name, values in rollouts.logged.items() if len(values) == count}
         logged = [{name: values[i] for name, values in full.items()} for i in range(count)]
         unknown: list[Any] = [None] * count
         masks, logprobs = made.tool_mask or unknown, made.logprobs or unknown
-        given = collected.rows, collected.prompts, made.prompt_ids
+        given = rollouts.rows, rollouts.prompts, made.prompt_ids
         columns = *given, made.completion_ids, masks, made.completions, logprobs
-        lists = made.images or unknown, collected.images or unknown, collected.kept or unknown
-        rows = list(zip(*columns, *lists, logged, collected.turn_rewards, strict=True))
-        return cls(rows, rewards, list(collected.logged), list(made.extra))
+        lists = made.images or unknown, rollouts.images or unknown, rollouts.kept or unknown
+        rows = list(zip(*columns, *lists, logged, rollouts.turn_rewards, strict=True))
+        return cls(rows, rewards, list(rollouts.logged), list(made.extra))
 
-    def collected(self) -> Collected:
+    def rollouts(self) -> RolloutBatch:
         """Join the rows to a scored generation."""
         columns: list[Any] = [list(column) for column in zip(*self.rows, strict=True)]
         examples, prompts, prompt_ids, ids, masks, completions, logprobs, *lists, logged, turn_rewards = columns
@@ -144,12 +144,12 @@ class Batch:
         scored = {"rewards": self.rewards, "turn_rewards": turn_rewards, "logged": of_rewards}
         kept = [] if kept[0] is None else kept
         seen = [] if found is None else [row or no_images() for row in seen]
-        return Collected(examples, (), prompts, made, kept=kept, images=seen, scored_ids=ids, **scored)
+        return RolloutBatch(examples, (), prompts, made, kept=kept, images=seen, scored_ids=ids, **scored)
 
 
-Collect = Callable[[list[dict[str, Any]], list[AttemptId]], Collected]
+Collect = Callable[[list[dict[str, Any]], list[AttemptId]], RolloutBatch]
 """Generates and scores rows."""
-Silent = Callable[[Collected], Tensor]
+Silent = Callable[[RolloutBatch], Tensor]
 """Returns the groups of all processes, [groups], in which no completion would have an advantage."""
 
 
@@ -193,12 +193,12 @@ class DynamicSampler:
         collect: Collect,
         silent: Silent,
         metrics: MutableMapping[str, list[float]],
-    ) -> Collected:
+    ) -> RolloutBatch:
         """Generate and score `rows`; replace groups without a signal until all have one or the bound is reached."""
 
         def scored(rows: list[dict[str, Any]], attempts: list[AttemptId]) -> tuple[Batch, list[bool]]:
-            collected = collect(rows, attempts)
-            return Batch.of(collected), self._dead(collected, silent)
+            rollouts = collect(rows, attempts)
+            return Batch.of(rollouts), self._dead(rollouts, silent)
 
         batch, dead = scored(rows, attempts)
         drawn, rounds = len(batch.rewards), 0
@@ -212,14 +212,14 @@ class DynamicSampler:
         metrics["dynamic_sampling/rounds"].append(float(rounds))
         metrics["dynamic_sampling/waste"].append(1 - len(batch.rewards) / drawn)
         metrics["dynamic_sampling/kept_groups"].append(float(len(batch.rewards) // self.group - sum(dead)))
-        return batch.collected()
+        return batch.rollouts()
 
-    def _dead(self, collected: Collected, silent: Silent) -> list[bool]:
+    def _dead(self, rollouts: RolloutBatch, silent: Silent) -> list[bool]:
         """Groups to replace."""
         if self.by == TOTAL:
-            return silent(collected).tolist()
-        assert collected.rewards is not None
-        grouped = collected.rewards.double().view(-1, self.group, collected.rewards.shape[1])
+            return silent(rollouts).tolist()
+        assert rollouts.rewards is not None
+        grouped = rollouts.rewards.double().view(-1, self.group, rollouts.rewards.shape[1])
         return judged(grouped, self.names, self.by).tolist()
 
     def _fresh_rows(self, dead: int) -> tuple[list[dict[str, Any]], list[AttemptId]]:

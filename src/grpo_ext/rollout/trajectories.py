@@ -37,12 +37,16 @@ def _converted(output: dict, count: int, ends: Collection[int]) -> dict:
             f"rollout_func returned {len(trajectories)} trajectories for {count} prompts. Return one for each, in "
             "their order."
         )
-    mine = known(trajectories)
-    scored = gather_object([mine]) if PartialState().num_processes > 1 else [mine]
-    every_process = True in scored and False not in scored
-    rows = batch(trajectories, ends, logprobs=every_process)
+    rows = batch(trajectories, ends, logprobs=known_everywhere(trajectories))
     lists = {"prompt_ids": rows.prompt_ids, "completion_ids": rows.completion_ids, "logprobs": rows.logprobs}
     return {**output, **lists, "env_mask": rows.tool_mask, COLUMN: trajectories}
+
+
+def known_everywhere(trajectories: Sequence[Trajectory]) -> bool:
+    """Return whether the samplers of all processes have reported all log-probabilities; collective."""
+    mine = known(trajectories)
+    found = gather_object([mine]) if PartialState().num_processes > 1 else [mine]
+    return True in found and False not in found
 
 
 def fill_empty(completion_ids: list[list[int]], logprobs: list | None, eos_token_id: int) -> None:

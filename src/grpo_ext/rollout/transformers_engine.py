@@ -49,7 +49,7 @@ class GroupedEngine:
     """
 
     def __init__(self, *, required: bool = False, keeps: bool = False, refusal: str = "") -> None:
-        self.required, self.keeps, self.refusal = required, keeps, refusal
+        self.required, self.keeps, self.refusal, self._looked = required, keeps, refusal, False
 
     def refuse(self, reason: str) -> None:
         """Fall back to `model.generate` from now on.
@@ -77,8 +77,7 @@ class GroupedEngine:
         found = Drawn(log=log)
         try:
             if not self.refusal:
-                for reason in obstacles(model, Forward.ROLLOUT):
-                    raise Unsupported(reason)
+                self._look(model)
                 return model.generate(**inputs, custom_generate=partial(decode, drawn=found, uniforms=uniforms)), found
         except Unsupported as error:
             self.refuse(str(error))
@@ -90,6 +89,13 @@ class GroupedEngine:
         output = model.generate(**inputs, custom_generate=_recorded(draws or DrawLog(log)))
         found.logps += [] if draws is None else [draws.logps(output)]
         return output, found
+
+    def _look(self, model: Any) -> None:
+        """Look once at what of the model stands in the way of the decoding."""
+        if not self._looked:
+            self._looked = True
+            for reason in obstacles(model, Forward.ROLLOUT):
+                raise Unsupported(reason)
 
     def _check_length(self, model: Any, tokens: int) -> None:
         """Refuse rows that `model.generate` would not decode right."""

@@ -18,13 +18,21 @@ from accelerate.utils import gather_object
 
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.errors import ConfigError, Problem, SamplerLost
-from grpo_ext.rollout.collected import Finished
+from grpo_ext.rollout.rollout_batch import RolloutBatch
 from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.schedule import Orders, Schedule
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.in_flight import InFlight
-from grpo_ext.trainer.leaves import LeavesInBackground, Submitted, WindowRequest, done, leaves_of, request_of
+from grpo_ext.trainer.rollout_worker import (
+    Asked,
+    BackgroundWorker,
+    PublishedWeights,
+    RolloutWorker,
+    Submitted,
+    done,
+    worker_of,
+)
 from grpo_ext.waiting import POLL_SECONDS, SIGNALLED, shutdown
 
 Rows = list[dict[str, Any]]
@@ -45,8 +53,8 @@ class Running:
 
     schedule: Schedule
     drawn: Iterator[list[int]]
-    background: LeavesInBackground
-    asked: dict[int, tuple[WindowRequest | None, Submitted]] = field(default_factory=dict)
+    background: BackgroundWorker
+    asked: dict[int, tuple[Asked | None, Submitted]] = field(default_factory=dict)
     window: int | None = None
 
 
@@ -62,7 +70,7 @@ class RolloutsAhead:
         self.trainer, self.sampler = trainer, sampler
         self.age, self.kept = 0, InFlight()
         self._running: Running | None = None
-        self._window: tuple[Sequence[AttemptId], Finished] | None = None
+        self._window: tuple[Sequence[AttemptId], RolloutBatch] | None = None
 
     @property
     def asked(self) -> Sequence[int]:
@@ -89,7 +97,7 @@ class RolloutsAhead:
         del running.asked[window]  # till here a lost sampler may end the run before the window trains
         self._obey(running, running.schedule.after(window), count)
 
-    def finished(self, attempts: Sequence[AttemptId]) -> Finished | None:
+    def finished(self, attempts: Sequence[AttemptId]) -> RolloutBatch | None:
         """Return what the background has made of attempts; None where they are made now."""
         return self._window[1] if self._window is not None and self._window[0] == attempts else None
 
@@ -140,7 +148,7 @@ class RolloutsAhead:
         running = self._running
         if running is None:
             return self.kept
-        found, needed = list[tuple[int, Finished | None]](), set[int]()
+        found, needed = list[tuple[int, RolloutBatch | None]](), set[int]()
         if waits or samples_by_server(self.trainer.args):
             running.background.wait()
         for window, (_, submitted) in sorted(running.asked.items()):
@@ -167,7 +175,7 @@ class RolloutsAhead:
         windows = math.ceil(trainer.state.max_steps * trainer.args.gradient_accumulation_steps / trainer._uses)
         schedule = Schedule(trainer.args.rollout_ahead, windows, first, versions, list(kept.weights))
         drawn = upcoming(trainer._get_train_sampler(), count * trainer.accelerator.num_processes)
-        background = LeavesInBackground(leaves_of(trainer, self.sampler))
+        background = BackgroundWorker(self._worker())
         running = Running(schedule, islice(drawn, first, None), background)
         for window, (version, finished) in zip(versions, known, strict=True):
             if finished is None or not finished.scored:
@@ -176,7 +184,7 @@ class RolloutsAhead:
                 self._submit(running, window, version, count, finished, min(asked, trainer.state.global_step))
             else:
                 next(running.drawn)
-                running.asked[window] = None, Submitted(done(finished), done(finished))
+                running.asked[window] = None, done(finished)
         return running
 
     def _obey(self, running: Running, orders: Orders, count: int) -> None:
@@ -197,20 +205,25 @@ class RolloutsAhead:
         window: int,
         version: int,
         count: int,
-        finished: Finished | None = None,
+        finished: RolloutBatch | None = None,
         step: int | None = None,
     ) -> None:
         """Ask for a window; only for its scores where its completions are there."""
         trainer = self.trainer
         first = trainer.accelerator.process_index * count
         rows = [trainer.train_dataset[i] for i in next(running.drawn)[first : first + count]]
-        request = request_of(trainer, rows, trainer.attempts_of(window, count), version, step)
-        running.asked[window] = request, running.background.submit(request, finished)
+        asked = trainer.collector.asked(rows, trainer.attempts_of(window, count), version, step)
+        running.asked[window] = asked, running.background.submit(asked, finished)
 
-    def _take(self, running: Running, window: int, rows: Rows) -> Finished:
+    def _worker(self) -> RolloutWorker:
+        trainer = self.trainer
+        source = PublishedWeights(self.sampler, waits=trainer.args.environment_waves == "turn")
+        return worker_of(trainer, source, trainer.collector.rewards.scorers, copies=True)
+
+    def _take(self, running: Running, window: int, rows: Rows) -> RolloutBatch:
         """Wait for the completions of the window that begins to train."""
-        request, submitted = running.asked[window]
-        if request is not None and [row["prompt"] for row in request.rows] != [row["prompt"] for row in rows]:
+        asked, submitted = running.asked[window]
+        if asked is not None and [row["prompt"] for row in asked.request.rows] != [row["prompt"] for row in rows]:
             reason = "the dataloader's rows are not those of the training set in the sampler's order"
             cure = "Remove it, or what changes rows or their order on the way."
             raise ConfigError([Problem("rollout_ahead", self.trainer.args.rollout_ahead, reason, cure)])

@@ -1,43 +1,52 @@
-"""`Collector`: from the dataset's rows to one generation, sampled or played, now or ahead of training, and scored.
+"""`Collector`: from the dataset's rows to a batch of rollouts: now or ahead of training, and scored.
 
-TRL's hooks for a prompt's tokens, a turn, and rewards stay the trainer's, so that a subclass may replace them. They
-pass what they get to the methods here, some with TRL's own as `stock`.
+TRL's hooks for a prompt's tokens, a generation and rewards stay the trainer's, so that a subclass may replace them.
+Each is called once. Where TRL's own loop completes rows (tools, a `rollout_func`, a subclass's turns), it asks for
+each turn by the trainer's `_generate_single_turn`.
 """
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor
+from transformers import Trainer
+from trl.data_utils import apply_chat_template, is_conversational
+from trl.extras.profiling import profiling_context
 
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.pictures import with_images
 from grpo_ext.environments.engine import TurnEngine
-from grpo_ext.environments.rendering import Renderer
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.objective.trajectory import COLUMN
+from grpo_ext.objective.trajectory import COLUMN, batch
 from grpo_ext.rewards.containment import Scored
-from grpo_ext.rewards.outcomes import Scores
-from grpo_ext.rollout.collected import Collected, Generated
+from grpo_ext.rewards.workers.pool import Interrupted
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.process.policy import process_sampler
+from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import PolicySampler, Sampled, Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.seeing import Tokenized, each_alone, images_in
-from grpo_ext.rollout.trajectories import completions_seen, fill_empty
+from grpo_ext.rollout.trajectories import completions_seen, fill_empty, known_everywhere
 from grpo_ext.rollout.transformers_engine import transformers_sampler
 from grpo_ext.rollout.turn_engines import ServerEngine, WaveEngine
 from grpo_ext.trainer import tool_environments
-from grpo_ext.trainer.acting import Acting, Played, limits_of
+from grpo_ext.trainer.acting import Acting, limits_of
 from grpo_ext.trainer.ahead import RolloutsAhead
 from grpo_ext.trainer.in_flight import InFlight
 from grpo_ext.trainer.reference import moved
 from grpo_ext.trainer.reward_collector import RewardCollector
+from grpo_ext.trainer.rollout_worker import Asked, RolloutRequest, columns_of, worker_of
 from grpo_ext.trainer.seeing import check_fields, check_seen, images_of_tools
+
+Row = dict[str, Any]
 
 
 class Collector:
@@ -65,14 +74,20 @@ class Collector:
     ) -> None:
         self.trainer, self.own, self.beside, self.rewards = trainer, own, beside, rewards
         self.acting, self.ahead, self.dynamic = acting, ahead, dynamic
-        self._current: Collected | None = None
+        self._current: RolloutBatch | None = None
+        timed = partial(profiling_context, trainer)
+
+        def waiting() -> AbstractContextManager[None]:
+            return trainer._times.during("environments")
+
+        self.worker = worker_of(trainer, self, rewards.scorers, copies=False, waiting=waiting, timed=timed)
 
     @property
     def age(self) -> int:
         """Return by how many windows the weights that sampled the generation are older than the policy's."""
         return 0 if self.ahead is None else self.ahead.age
 
-    def generation(self, rows: list[dict[str, Any]]) -> Collected:
+    def generation(self, rows: list[Row]) -> RolloutBatch:
         """Return the next generation of the trainer, in training or evaluation; collective."""
         trainer, training = self.trainer, self.trainer.model.training
         attempts = trainer.attempt_ids(len(rows))
@@ -83,19 +98,17 @@ class Collector:
             silent = partial(trainer._credit.silent_groups, weights=weights, group=group)
             return self.dynamic.settle(rows, attempts, self.collect, silent, trainer._metrics["train"])
 
-    def collect(self, rows: list[dict[str, Any]], attempts: Sequence[AttemptId]) -> Collected:
+    def collect(self, rows: list[Row], attempts: Sequence[AttemptId]) -> RolloutBatch:
         """Generate and score a completion for each row; each process needs as many rows."""
-        collected, logs = self.rollouts(rows, attempts), self.trainer._pending_extra_logs
-        made = collected.generated
+        found = self.rollouts(rows, attempts)
+        made = found.generated
         assert made is not None
-        logs.clear()
-        with temporarily(self, _current=collected):
-            given = collected.rows, collected.prompts, made.completions, made.completion_ids
-            collected.rewards = self.trainer._calculate_rewards(*given).cpu()
-        logs.clear()
-        return collected
+        with temporarily(self, _current=found):
+            given = found.rows, found.prompts, made.completions, made.completion_ids
+            found.rewards = self.trainer._calculate_rewards(*given).cpu()
+        return found
 
-    def rollouts(self, rows: list[dict[str, Any]], attempts: Sequence[AttemptId]) -> Collected:
+    def rollouts(self, rows: list[Row], attempts: Sequence[AttemptId]) -> RolloutBatch:
         """Generate a completion for each row; each process may have its own rows.
 
         Args:
@@ -104,13 +117,35 @@ class Collector:
         """
         prompts = tool_environments.begin(self.trainer, rows, [with_images(row) for row in rows])
         ready = None if self.ahead is None else self.ahead.finished(attempts)
-        collected = Collected(rows, attempts, prompts, ready=ready)
-        with temporarily(self, _current=collected):  # the hooks fill it
-            collected.generated = Generated(*self.trainer._generate(prompts))
-        extra = collected.generated.extra
-        added = [{k: v[i] if isinstance(v, list) else v for k, v in extra.items()} for i in range(len(rows))]
-        collected.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
-        return collected
+        found = replace(ready or RolloutBatch([]), rows=rows, attempts=attempts, prompts=prompts)
+        with temporarily(self, _current=found):
+            made = Generated(*self.trainer._generate(prompts))
+        if found.generated is not None and not found.generated.has(made.completions, made.completion_ids):
+            found.scored = {}  # a subclass has changed what was scored ahead
+        found.generated = made
+        added = [{k: v[i] if isinstance(v, list) else v for k, v in made.extra.items()} for i in range(len(rows))]
+        found.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
+        return found
+
+    def asked(
+        self, rows: Sequence[Row], attempts: Sequence[AttemptId], version: int, step: int | None = None
+    ) -> Asked:
+        """Return the request for rows that are completed and scored in the background; main thread.
+
+        Args:
+            rows: of the dataset.
+            attempts: identity of each row's attempt.
+            version: number of the weights that sample, as published to the sampler.
+            step: optimizer steps that made these weights; by default all that have been made.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        step = trainer.state.global_step if step is None else step
+        prompts = copy.deepcopy([row["prompt"] for row in rows])
+        ids = [] if self.acting is not None else trainer._tokenize_prompts(prompts)[0]
+        limit, limits = args.max_completion_length, limits_of(trainer)
+        request = RolloutRequest(rows, prompts, ids, attempts, limit, limits, version, step)
+        known = [row for row in trainer.state.log_history if row.get("step", 0) <= step]
+        return Asked(request, replace(trainer.state, global_step=step, log_history=known))
 
     # What the trainer's hooks do.
 
@@ -118,83 +153,148 @@ class Collector:
         """Tokenize as TRL does; where there are images, each prompt by itself, so that a row's tensors are known."""
         if not any(map(images_in, prompts)):
             return stock(prompts)
-        check_seen(self.trainer, prompts)
+        names = ("tools", "rollout_func", "environment_factories")
+        check_seen(self.trainer.args, {name: getattr(self.trainer, name) for name in names}, prompts)
         tokenized, rows = each_alone(stock, prompts)
         check_fields(rows, self.trainer._scorer.multimodal)
         if self._current is not None:
             self._current.images = rows
         return tokenized
 
-    def generated(self, stock: Callable[[list], Any], prompts: list) -> Generated:
-        """Generate as TRL does, by the sampler of this trainer, and look at what came.
+    def generated(self, stock: Callable[[list], Any] | None, prompts: list) -> Generated:
+        """Complete prompts by the worker, or by TRL's loop if `stock` is given, and look at what came.
 
         Raises:
             ConfigError: a rollout function left out the log-probabilities that the loss needs, or a tool returned
                 an image.
         """
-        trainer, collected = self.trainer, self._current or Collected([])
+        trainer, found = self.trainer, self._current or RolloutBatch([{} for _ in prompts])
         if trainer.use_vllm and self.beside is not None and trainer.model.training:
             trainer._last_loaded_step = trainer.state.global_step  # TRL would push below running requests
         with trainer._times.during("rollout"), trainer._sampling():
-            generated = Generated(*stock(prompts))
+            generated = self._completed(found, prompts) if stock is None else self._by_trl(stock, prompts)
+        ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+        if stock is None:
+            trainer._log.add_lengths(generated, ends, trainer.state)
+        if trainer._evaluated is not None:
+            trainer._evaluated.add_completions(
+                generated.completion_ids, generated.tool_mask, ends, trainer.accelerator
+            )
+        first = generated.prompt_ids, generated.completion_ids, found.images
+        adapted = moved(trainer._unwrapped) if isinstance(trainer.model, PeftModel) else None
+        trainer._scorer.choose_way(trainer.model, *first, trainer._tokenizer.pad_token_id, adapted)
+        return generated
+
+    def _by_trl(self, stock: Callable[[list], Any], prompts: list) -> Generated:
+        """Complete prompts by TRL's loop, or a user's rollout function, which it calls."""
+        trainer, generated = self.trainer, Generated(*stock(prompts))
         needed = trainer._sampler_corrected or (trainer.use_vllm and trainer.args.old_logps == "sampler")
         if needed and generated.logprobs is None:
             reason = "it returned no logprobs, to which the loss with use_vllm: true takes its ratio"
             cure = "Return vLLM's log-probability of each token, or set vllm_importance_sampling_correction: false"
             cure += " and leave old_logps unset."
             raise ConfigError([Problem("rollout_func", ABSENT, reason, cure)])
-        if trainer._evaluated is not None:
-            ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-            trainer._evaluated.add_completions(
-                generated.completion_ids, generated.tool_mask, ends, trainer.accelerator
-            )
         if (trajectories := generated.extra.get(COLUMN)) is not None:
             generated = generated._replace(completions=completions_seen(trajectories, generated.completions))
         if any(generated.tool_images):
             raise ConfigError([images_of_tools()])
-        collected.generated = generated
-        first = generated.prompt_ids, generated.completion_ids, collected.images
-        adapted = moved(trainer._unwrapped) if isinstance(trainer.model, PeftModel) else None
-        trainer._scorer.choose_way(trainer.model, *first, trainer._tokenizer.pad_token_id, adapted)
         return generated
 
-    def turn(
+    def _completed(self, found: RolloutBatch, prompts: list) -> Generated:
+        """Complete prompts by the worker, unless that was done ahead; environments' figures are logged."""
+        trainer, images, fields, made = self.trainer, None, {}, found
+        if found.generated is None:
+            prompts, ids = copy.deepcopy(prompts), list[list[int]]()
+            if self.acting is None:
+                ids, images, fields = trainer._tokenize_prompts(prompts)
+            group = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+            made = self.worker.complete(self._request(found, prompts, ids, fields, group))
+        assert made.generated is not None
+        generated, found.kept, found.played = made.generated._replace(images=images), made.kept, made.played
+        if self.acting is None:
+            return generated
+        records = self.acting.records(found.played)
+        trainer._log.add_all(self.acting.figures(records, warns=trainer.accelerator.is_main_process))
+        if trainer.model.training:
+            self.acting.note_losses(records)
+        if not known_everywhere(made.trajectories):
+            return generated
+        lists = batch(made.trajectories, self.worker.ends, logprobs=True)
+        fill_empty(lists.completion_ids, lists.logprobs, self.worker.eos_token_id)
+        return generated._replace(logprobs=lists.logprobs)
+
+    def _request(
         self,
+        found: RolloutBatch,
+        prompts: list[Any],
         contexts: list[list[int]],
         fields: Mapping[str, Any],
         group: int,
-        *,
-        has_tool_images: bool,
-    ) -> tuple[list[list[int]], Any]:
-        """Sample a completion after each context: from what is ready, beside the training, or by the policy itself.
+    ) -> RolloutRequest:
+        """Return the request for rows that are completed now, beside the training or by the policy itself."""
+        trainer, training, version = self.trainer, self.trainer.model.training, None
+        if self.beside is not None and training and found.attempts:
+            version = self._published(self.beside)
+        return RolloutRequest(
+            found.rows,
+            prompts,
+            contexts,
+            found.attempts,
+            self.own.limit,
+            None if self.acting is None else limits_of(trainer),
+            version,
+            int(trainer.state.global_step),
+            fields,
+            group,
+            trains=training,
+            records=training or bool(trainer.use_vllm),
+        )
 
-        Arguments and result are those of TRL's `_generate_single_turn`, which a tool's answer calls once more.
+    def turn(
+        self, contexts: list[list[int]], fields: Mapping[str, Any], group: int, *, has_tool_images: bool
+    ) -> tuple[list[list[int]], Any]:
+        """Sample a completion after each context for TRL's loop, which a tool's answer calls once more.
+
+        Arguments and result are those of TRL's `_generate_single_turn`.
         """
         if has_tool_images:
             raise ConfigError([images_of_tools()])
-        collected, training = self._current, self.trainer.model.training
-        if collected is not None and (ready := collected.ready) is not None:
-            collected.kept = list(ready.kept)
-            return [list(ids) for ids in ready.completion_ids], ready.logprobs
-        made = self._sampled(contexts, fields, group)
-        completion_ids = [row.ids for row in made]
-        known = all(row.logps is not None for row in made) and (training or self.trainer.use_vllm)
-        logprobs = [row.logps for row in made] if known else None
-        if collected is not None and training:
-            collected.kept = [row.kept for row in made if row.kept is not None]
-        fill_empty(completion_ids, logprobs, self.trainer._tokenizer.eos_token_id)
+        found = self._current or RolloutBatch([])
+        request = self._request(found, [], contexts, fields, group)
+        completion_ids, logprobs, found.kept = self.worker.sampled(request)
         return completion_ids, logprobs
 
-    def _sampled(self, contexts: list[list[int]], fields: Mapping[str, Any], group: int) -> list[Sampled]:
+    # The source of the worker that runs in this thread.
+
+    def sample(self, request: RolloutRequest) -> list[Sampled]:
         """Sample beside the training, each attempt with its own random numbers, or by the policy itself."""
-        collected, limits = self._current, [self.own.limit] * len(contexts)
-        if self.beside is None or not self.trainer.model.training or collected is None:
+        limits = [request.limit] * len(request.prompt_ids)
+        if request.version is None:
             self._push()
-            return self.own.sample(contexts, limits, fields=fields, group=group)
-        streams = [attempt.stream() for attempt in collected.attempts]
-        version = self._published(self.beside)
+            return self.own.sample(request.prompt_ids, limits, fields=request.fields, group=request.group)
+        assert self.beside is not None
+        streams = [attempt.stream() for attempt in request.attempts]
         with failing_together():
-            return self.beside.sample(version, contexts, limits, streams)
+            return self.beside.sample(request.version, request.prompt_ids, limits, streams)
+
+    @contextmanager
+    def turns(self, request: RolloutRequest) -> Iterator[TurnEngine]:
+        """Return what samples the turns of conversations."""
+        with failing_together():
+            yield self._engine(request)
+
+    def _engine(self, request: RolloutRequest) -> TurnEngine:
+        args, own, attempts = self.trainer.args, self.own, request.attempts
+        in_turn = args.environment_waves == "turn"
+        if request.version is not None:
+            assert self.beside is not None
+            sample = partial(self.beside.sample, request.version)
+            return WaveEngine(sample, request.step, attempts, waits=in_turn)
+        self._push()
+        if not in_turn and args.use_vllm and args.vllm_mode == "server" and not own.together:
+            return ServerEngine(self.trainer.vllm_generation, request.step, attempts)
+        waits = in_turn or own.together or not own.takes_streams
+        return WaveEngine(own.sample, request.step, attempts, waits=waits, together=own.together)
 
     def _push(self) -> None:
         """Give vLLM the policy's weights if it has older ones."""
@@ -215,87 +315,66 @@ class Collector:
                 sampler.publish(step)
         return step
 
-    def play(self, prompts: list, trainer: object) -> dict[str, Any]:
-        """Play conversations with environments; TRL's `rollout_func`."""
-        assert self.acting is not None
-        assert self._current is not None
-        ready = self._current.ready
-        played = self._played(self.acting, self._current) if ready is None else ready.played
-        metrics = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
-        records = self.acting.records(played)
-        for name, value in self.acting.figures(records, warns=self.trainer.accelerator.is_main_process).items():
-            metrics[name].append(value)
-        if self.trainer.model.training:
-            self.acting.note_losses(records)
-        return {"trajectories": [trajectory for trajectory, _ in played]}
-
-    def _played(self, acting: Acting, collected: Collected) -> Played:
-        trainer, limits = self.trainer, limits_of(self.trainer)
-        renderer = Renderer(trainer._tokenizer, trainer.chat_template_kwargs)
-        waiting = partial(trainer._times.during, "environments")
-        with failing_together(), self._turns(collected.attempts) as engine:
-            return acting.play(collected.rows, collected.attempts, engine, limits, renderer, waiting)
-
-    @contextmanager
-    def _turns(self, attempts: Sequence[AttemptId]) -> Iterator[TurnEngine]:
-        """Return what samples the turns of conversations."""
-        trainer, args, own = self.trainer, self.trainer.args, self.own
-        step, in_turn = int(trainer.state.global_step), args.environment_waves == "turn"
-        if self.beside is not None and trainer.model.training:
-            sample = partial(self.beside.sample, self._published(self.beside))
-            yield WaveEngine(sample, step, attempts, waits=in_turn)
-            return
-        self._push()
-        if not in_turn and args.use_vllm and args.vllm_mode == "server" and not own.together:
-            yield ServerEngine(trainer.vllm_generation, step, attempts)
-            return
-        waits = in_turn or own.together or not own.takes_streams
-        yield WaveEngine(own.sample, step, attempts, waits=waits, together=own.together)
+    # Rewards.
 
     def rewarded(
-        self,
-        stock: Callable[..., Tensor],
-        rows: list[dict[str, Any]],
-        prompts: list,
-        completions: list,
-        completion_ids: list[list[int]],
+        self, rows: list[Row], prompts: list[Any], completions: list[Any], completion_ids: list[list[int]]
     ) -> Tensor:
-        """Score completions as TRL does, or take the scores that are ready.
+        """Return the rewards of all processes, [completions, functions]: by all functions, unless they are ready.
 
         Raises:
             RewardError: a reward failed, on any process.
             NonFiniteError: a reward returned NaN or inf, and the run is to stop.
         """
-        trainer, collected = self.trainer, self._current or Collected(rows)
-        collected.scored_ids = completion_ids
+        trainer, found = self.trainer, self._current or RolloutBatch(rows)
+        made, found.scored_ids = found.generated, completion_ids
         self.rewards.schedule_weights(trainer.reward_weights, trainer.state)
-        with temporarily(self, _current=collected), trainer._times.during("rewards"):
-            rewards = stock(rows, prompts, completions, completion_ids)
-        rewards = self.rewards.checked(rewards, collected.errors, prompts, completions)
+        unchanged = made is not None and made.has(completions, completion_ids)
+        columns = columns_of(rows, prompts, completions, completion_ids, trainer.state, trainer.environments)
+        with trainer._times.during("rewards"):
+            scored = self._scored(columns, found.scored if unchanged else {})
+            by_model = partial(self._by_model, prompts, completions)
+            rewards = trainer.accelerator.gather(self.rewards.values(scored, by_model, len(rows)))
+        errors = [one.scores.error for one in scored.values() if one.scores.error]
+        rewards = self.rewards.checked(rewards, errors, prompts, completions)
+        found.logged = self._logged(scored)
         if self.acting is not None:
             played = [row[COLUMN] for row in rows]
             unscored = self.acting.unscored(played, rewards.shape[1]).to(rewards.device)
             rewards = rewards.masked_fill(trainer.accelerator.gather(unscored), torch.nan)
-            for name, values in self.acting.columns(played).items():
-                trainer._pending_extra_logs[name].extend(values)
-        collected.rewards, collected.turn_rewards = rewards, self.rewards.turn_rewards(collected, len(completions))
-        collected.logged = {name: list(values) for name, values in trainer._pending_extra_logs.items()}
+            found.logged |= self.acting.columns(played)
+        found.rewards, found.turn_rewards = rewards, self.rewards.turn_rewards(scored, len(rows))
         return rewards
 
-    def ready_scores(self, name: str, columns: Mapping[str, Any]) -> Scores | None:
-        """Return the scores of a reward if the background has scored these completions, and log what it logged."""
-        ready = None if self._current is None else self._current.ready
-        given = columns.get("completions"), columns.get("completion_ids")
-        if ready is None or given != (ready.completions, ready.completion_ids):
-            return None
-        scored: Scored | None = ready.scored.get(name)  # a script that resumes may have another reward
-        return None if scored is None else scored.replayed(columns)
+    def _scored(self, columns: Mapping[str, Any], ready: Mapping[str, Scored]) -> dict[str, Scored]:
+        try:
+            return self.worker.score(columns, ready)
+        except Interrupted:  # on this process; all raise when their rewards are checked
+            return self.rewards.interrupted(len(columns["completions"]))
 
-    def take_scores(self, name: str, scores: Scores) -> None:
-        """Keep what a reward returned beside its numbers."""
-        if self._current is not None:
-            self._current.turns_by_reward[name] = scores.turns
-            self._current.errors += [scores.error] if scores.error else []
+    def _logged(self, scored: Mapping[str, Scored]) -> dict[str, list[Any]]:
+        """Return the columns that rewards have logged, and log their figures."""
+        columns = defaultdict[str, list[Any]](list)
+        for callback, name, values in (call for one in scored.values() for call in one.logged):
+            if callback == "log_extra":
+                columns[name].extend(values)
+            else:
+                self.trainer._log.of_rewards[name].append(values)
+        return dict(columns)
+
+    def _by_model(self, prompts: list[Any], completions: list[Any], place: int) -> Tensor:
+        """Return the scores of the reward model at a place, as TRL computes them."""
+        trainer = self.trainer
+        model, processing = trainer.reward_funcs[place], trainer.reward_processing_classes[place]
+        both = list(zip(prompts, completions, strict=True))
+        if is_conversational({"prompt": prompts[0]}):
+            options, chats = trainer.chat_template_kwargs, [{"messages": prompt + text} for prompt, text in both]
+            texts = [apply_chat_template(chat, processing, **options)["text"] for chat in chats]
+        else:
+            texts = [prompt + text for prompt, text in both]
+        padded = {"return_tensors": "pt", "padding": True, "padding_side": "right", "add_special_tokens": False}
+        with profiling_context(trainer, trainer.reward_func_names[place]), torch.inference_mode():
+            return model(**Trainer._prepare_inputs(trainer, processing(text=texts, **padded))).logits[:, 0]
 
     # Before training, beside an evaluation, and at the end.
 

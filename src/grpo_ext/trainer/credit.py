@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +20,8 @@ from grpo_ext.objective.combinations import weighted_total, weighted_turns
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.rewards.protocol import RIGHT, deciding_reward
-from grpo_ext.rollout.collected import Collected, TurnRewards
+from grpo_ext.rollout.rollout_batch import RolloutBatch, TurnRewards
+from grpo_ext.trainer.log import Log
 
 PADDING = {"turns": -1, "states": -1, "turn_rewards": math.nan}
 """Padding of the tensors of turns; 0 for all others."""
@@ -62,13 +64,12 @@ class Credited:
     """Advantages of all processes' completions."""
 
     advantages: Float[Tensor, "groups completions *time"]
-    mask: Tensor | None
+    total: Float[Tensor, "groups completions"]
+    """Weighted totals of the rewards."""
+    silent: Bool[Tensor, " groups"]
+    """Groups in which no token has an advantage."""
+    mask: Tensor | None = None
     """Live tokens [groups, completions, time], where the estimator sees tokens."""
-
-    @property
-    def silent(self) -> Bool[Tensor, " groups"]:
-        """Groups in which no token has an advantage."""
-        return ~self.advantages.flatten(1).any(dim=1)
 
     def local(self, rank: int, rows: int, width: int) -> Tensor:
         """Return the advantages of one process's rows, [rows] or [rows, width]."""
@@ -82,84 +83,134 @@ class Credited:
 
 
 class Credit:
-    """Turns rewards into advantages by the objective's estimator.
+    """Turns the rewards of a generation into advantages by the objective's estimator, and logs both.
 
     Args:
         objective: the estimator and where the KL penalty goes.
-        group_means: group means of past batches, which some estimators read.
         accelerator: gathers what the estimator sees of tokens from all processes.
+        log: of the trainer.
+        names: of the reward functions.
+        as_stock: whether advantages are computed in TRL's precision where TRL has the estimator.
+
+    Attributes:
+        group_means: group means of past batches, which some estimators read.
+        monitor: warns where nothing has an advantage.
     """
 
-    def __init__(self, objective: Objective, group_means: GroupMeans, accelerator: Accelerator) -> None:
-        self.objective, self.group_means, self.accelerator = objective, group_means, accelerator
+    def __init__(
+        self, objective: Objective, accelerator: Accelerator, log: Log, names: list[str], *, as_stock: bool
+    ) -> None:
+        self.objective, self.accelerator, self.log, self.names = objective, accelerator, log, names
+        self.stock = as_stock and objective.stock_advantages
+        self.group_means = GroupMeans(objective.remembered_batches)
+        self.monitor = AdvantageMonitor(names, warns=accelerator.is_main_process)
 
-    def total(self, rewards: Tensor, weights: Tensor) -> Float[Tensor, "groups completions"]:
-        """Return the weighted total of rewards [groups, completions, functions]."""
-        return weighted_total(rewards, weights, missing=self.objective.missing_rewards)
+    def assign(self, rollouts: RolloutBatch, weights: Tensor, mask: Tensor, group: int, kl: Tensor | None) -> Credited:
+        """Return the advantages of all processes' completions; in training they join what the next ones depend on.
+
+        Args:
+            rollouts: a generation, with the rewards of all processes.
+            weights: of the reward functions.
+            mask: live tokens [rows, time] of this process.
+            group: completions of a prompt.
+            kl: estimates [rows, time] to lower the rewards by, where the penalty is in them.
+        """
+        assert rollouts.rewards is not None
+        training, trl = self.log.mode == "train", TRLAdvantages.of(rollouts.rewards, weights, group, self.objective)
+        rewards, wide = self._grouped(rollouts.rewards, group), weights.double()
+        total = self._total(rewards, wide)
+        self._log_rewards(rewards, trl, total)
+        if self.stock:
+            credited = Credited(trl.advantages.view(-1, group), total, zero_variance(total))
+        else:
+            tokens = self.tokens(rollouts, mask, group, kl) if self.objective.sees_tokens else {}
+            # an evaluation's figures would count the rows that fill up its last batch
+            log_metric = self.log.add if training else _ignore
+            values = self._estimated(rewards, wide, total, tokens, log_metric, remember=training)
+            values = values.to(trl.advantages.dtype)
+            credited = Credited(values, total, _silent(values), tokens.get("mask"))
+        self.log.add("advantages/zero_variance_groups", credited.silent.double().mean().item())
+        if training:
+            self.monitor.add(rewards, bool(credited.silent.all()))
+        return credited
+
+    def silent_groups(self, rollouts: RolloutBatch, weights: Tensor, group: int) -> Bool[Tensor, " groups"]:
+        """Return the groups of all processes in which no completion would have an advantage."""
+        assert rollouts.rewards is not None
+        rewards, tokens = self._grouped(rollouts.rewards, group), {}
+        if self.objective.sees_tokens:
+            tokens = self.tokens(rollouts, token_mask(rollouts), group)
+        history = self.group_means.together()
+        return _silent(self.objective.advantages(rewards, weights.double(), history, _ignore, **tokens))
 
     def tokens(
-        self, collected: Collected, mask: Tensor, group: int, kl: Tensor | None = None
+        self, rollouts: RolloutBatch, mask: Tensor, group: int, kl: Tensor | None = None
     ) -> dict[str, Float[Tensor, "groups completions *more"]]:
         """Return what the estimator sees of all processes' tokens: `mask`, `kl` and, of trajectories, their turns."""
         tokens = {"mask": mask} | ({} if kl is None else {"kl": kl})
-        if (trajectories := collected.trajectories) and self.objective.sees_turns:
-            tokens |= turn_tensors(trajectories, collected.turn_rewards, mask.shape[1])
+        if (trajectories := rollouts.trajectories) and self.objective.sees_turns:
+            tokens |= turn_tensors(trajectories, rollouts.turn_rewards, mask.shape[1])
         return _gathered(tokens, group, self.accelerator)
 
-    def advantages(
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later advantages and warnings depend on, for a checkpoint."""
+        silence, warned = self.monitor.to_list(), self.monitor.warned
+        return {"group_means": self.group_means.to_list(), "silence": silence, "silence_warned": warned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.group_means.load(state["group_means"])
+        self.monitor.load(state["silence"], state["silence_warned"])
+
+    def _grouped(self, rewards: Tensor, group: int) -> Float[Tensor, "groups completions functions"]:
+        return rewards.double().view(-1, group, rewards.shape[1])
+
+    def _total(self, rewards: Tensor, weights: Tensor) -> Float[Tensor, "groups completions"]:
+        return weighted_total(rewards, weights, missing=self.objective.missing_rewards)
+
+    def _estimated(
         self,
         rewards: Tensor,
         weights: Tensor,
         total: Tensor,
-        tokens: Mapping[str, Tensor],
+        tokens: dict[str, Tensor],
         log_metric: LogMetric,
         *,
-        dtype: torch.dtype,
         remember: bool,
-    ) -> Credited:
-        """Return the advantages of rewards [groups, completions, functions].
-
-        Args:
-            rewards: of all processes, NaN where a completion was not scored.
-            weights: of the functions.
-            total: what `total` returned.
-            tokens: what `tokens` returned, empty where the estimator sees no tokens.
-            log_metric: logs figures of the estimator.
-            dtype: of the advantages.
-            remember: whether the batch joins the group means of past ones, as in training.
-        """
-        objective, tokens = self.objective, dict(tokens)
+    ) -> Float[Tensor, "groups completions *time"]:
+        """Return the estimator's advantages of rewards [groups, completions, functions]."""
+        objective = self.objective
         if objective.kl_in_reward:
             if "turn_rewards" in tokens:
                 missing = objective.missing_rewards
                 by_turn = weighted_turns(tokens["turn_rewards"], rewards, weights, missing=missing)
-                tokens["turn_rewards"] = by_turn.unsqueeze(-2)
+                tokens = {**tokens, "turn_rewards": by_turn.unsqueeze(-2)}
             rewards = objective.less_kl(rewards, weights, tokens["mask"], tokens["kl"])
             weights, total = weights.new_ones(1), rewards.squeeze(-1)
-        history = self.group_means.together()
-        values = objective.advantages(rewards, weights, history, log_metric, **tokens)
+        values = objective.advantages(rewards, weights, self.group_means.together(), log_metric, **tokens)
         if remember:
             self.group_means.remember(rewards, total)
-        return Credited(values.to(dtype), tokens.get("mask"))
+        return values
 
-    def silent_groups(self, collected: Collected, weights: Tensor, group: int) -> Bool[Tensor, " groups"]:
-        """Return the groups of all processes in which no completion would have an advantage."""
-        assert collected.rewards is not None
-        rewards = collected.rewards.double().view(-1, group, collected.rewards.shape[1])
-        weights, tokens = weights.double(), {}
-        if self.objective.sees_tokens:
-            tokens = self.tokens(collected, token_mask(collected), group)
-        history = self.group_means.together()
-        return Credited(self.objective.advantages(rewards, weights, history, _ignore, **tokens), None).silent
+    def _log_rewards(self, rewards: Tensor, trl: "TRLAdvantages", total: Tensor) -> None:
+        """Log the rewards as TRL does, but for the total, which is the one that trains; and the kinds of groups."""
+        total = trl.rewards if self.objective.missing_rewards == "zero" else total
+        figures = reward_figures(rewards.flatten(0, 1).to(trl.rewards.dtype), total, self.names)
+        figures["frac_reward_zero_std"] = trl.equal.float().mean().item()
+        self.log.add_all(figures | group_shares(rewards, self.names))
+
+
+def _silent(advantages: Float[Tensor, "groups completions *time"]) -> Bool[Tensor, " groups"]:
+    return ~advantages.flatten(1).any(dim=1)
 
 
 def _ignore(name: str, value: float) -> None:
     """Log no figure."""
 
 
-def token_mask(collected: Collected) -> Tensor:
+def token_mask(rollouts: RolloutBatch) -> Tensor:
     """Tokens [rows, time] that the policy wrote, before TRL pads them."""
-    generated = collected.generated
+    generated = rollouts.generated
     assert generated is not None
     masks = generated.tool_mask or [[1] * len(ids) for ids in generated.completion_ids]
     return pad_sequence([torch.tensor(mask) for mask in masks], batch_first=True)

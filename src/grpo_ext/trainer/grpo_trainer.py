@@ -26,6 +26,7 @@ from grpo_ext.data.given import Checked
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.aggregation import StepTotals
+from grpo_ext.objective.ratios import masked, widest
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.lm_head import gather_trained_head
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
@@ -34,10 +35,10 @@ from grpo_ext.packing.own_forward import count_positions
 from grpo_ext.packing.pieces import TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer, in_evaluation
-from grpo_ext.packing.together import entered_alike, failing_alike
-from grpo_ext.rollout.collected import Collected, Generated
+from grpo_ext.packing.together import failing_alike
 from grpo_ext.rollout.heap import give_back
-from grpo_ext.rollout.seeing import Tokenized
+from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
+from grpo_ext.rollout.seeing import Tokenized, described
 from grpo_ext.rollout.trajectories import completed
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
@@ -46,19 +47,19 @@ from grpo_ext.trainer.batches import Generation, counted, counted_once, forward_
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.collecting import collector_of
-from grpo_ext.trainer.credit import AdvantageMonitor, Credit, GroupMeans
-from grpo_ext.trainer.crediting import assign_credit, log_generation
-from grpo_ext.trainer.diagnosis.recording import DRAWN, Watching, log_rows
+from grpo_ext.trainer.credit import Credit, Credited
+from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, Watching, add_ess, log_rows, row_record
 from grpo_ext.trainer.lifecycle import Lifecycle
-from grpo_ext.trainer.loss import micro_batch_loss
-from grpo_ext.trainer.loss_terms import Figures
+from grpo_ext.trainer.log import Log
+from grpo_ext.trainer.loss import Loss, LossOutput, Moment, joined
+from grpo_ext.trainer.loss_terms import EntropyCoefficient, Figures
 from grpo_ext.trainer.notices import without_notices
-from grpo_ext.trainer.piecewise import SHARDED, check_pieces
-from grpo_ext.trainer.reference import InitialWeights, compare, made_up, moved, scored
+from grpo_ext.trainer.piecewise import SHARDED, check_pieces, more_to_come
+from grpo_ext.trainer.reference import InitialWeights, ReferenceCheck, made_up, scored
 from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler
-from grpo_ext.trainer.seeing import check_processor, check_prompts, fix_lengths
+from grpo_ext.trainer.seeing import check_processor, check_prompts, fix_lengths, longest_row
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
     Reward,
@@ -85,6 +86,7 @@ class GRPOExtTrainer(Lifecycle):
 
     _tag_names = ["trl", "grpo", "grpo-ext"]  # noqa: RUF012 (TRL's own declaration)
     _paper = {}  # noqa: RUF012 (TRL's own declaration; the card names the loss's source)
+    _buffered_inputs: Any
     _entropy_window_stats: Any
     router_aux_loss_coef: Any
     vllm_generation: Any
@@ -176,11 +178,16 @@ class GRPOExtTrainer(Lifecycle):
             raise ConfigError(found)
         check_reward_names(self.reward_func_names)
         check_best_metric(args, ready.eval_dataset, self.reward_func_names)
-        check_processor(self, ready.train_dataset, ready.eval_dataset)
+        check_processor(self.processing_class, ready.train_dataset, ready.eval_dataset)
         played = bool(ready.environments or any(rollouts.values()))
+        options, main = as_mapping(self.chat_template_kwargs), self.accelerator.is_main_process
         if not isinstance(train_dataset, Checked):
-            check_prompts(self, ready.train_dataset, ready.eval_dataset, played=played)
-        fix_lengths(self, ready.train_dataset, played=played)
+            given = self._tokenizer, options, self.reward_funcs, ready.train_dataset, ready.eval_dataset
+            check_prompts(*given, played=played, warns=main)
+        known = None if played else ready.train_dataset
+        longest = partial(longest_row, self._tokenizer, options, known, int(args.max_completion_length or 0))
+        policies = [causal_lm(self.accelerator.unwrap_model(m)) for m in (self.model, self.ref_model) if m is not None]
+        fix_lengths(policies, args, longest, warns=main)
         make_portable(self.model)
         if args.fp16:
             widen_trained(self.model)
@@ -195,29 +202,35 @@ class GRPOExtTrainer(Lifecycle):
         if self.reward_runtime is not None:
             self.reward_runtime.opened = self.opened
         self.collector = collector_of(self, rewards, self.acting)
-        self.reward_funcs = rewards.for_trl(self.collector.take_scores, self.collector.ready_scores)
         self._set_up_sampler()
         self._set_up_forward()
         self._add_callbacks()
-        self._group_means = GroupMeans(self.objective.remembered_batches)
-        self._credit = Credit(self.objective, self._group_means, self.accelerator)
-        self._advantage_monitor = AdvantageMonitor(self.reward_func_names, warns=self.accelerator.is_main_process)
+        self._log = Log(
+            self._metrics, self._logs, self._pending_metrics, lambda: self.model.training, self.accelerator
+        )
+        as_stock, names = args.loss_defaults == "trl", self.reward_func_names
+        self._credit = Credit(self.objective, self.accelerator, self._log, names, as_stock=as_stock)
+        aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
+        self._loss = Loss(self.objective, args, self.accelerator, aux_loss_coef)
+        self._entropy_coef = EntropyCoefficient(self, args)
         self._figures, self._generation = Figures(), Generation()
         self._describe_objective()
 
     def _set_up_reference(self) -> None:
-        """Keep the weights that an adapter begins with, which are its reference."""
-        if not self.args.beta:
-            return
-        self.beta = self.args.beta
-        if isinstance(self.model, PeftModel):
-            self._initial = InitialWeights(self.model)
+        """Keep the weights that an adapter begins with, which are its reference, and what checks any reference."""
+        args = self.args
+        if args.beta:
+            self.beta = args.beta
+            if isinstance(self.model, PeftModel):
+                self._initial = InitialWeights(self.model)
+        half = bool(args.bf16 or args.fp16 or self.model.dtype.itemsize < 4)
+        self._reference_check = ReferenceCheck(
+            self._made_up_logps, self._initial, half=half, follows=bool(args.sync_ref_model)
+        )
 
     def _set_up_sampler(self) -> None:
         """Guard a rollout function, and what corrects the loss for another sampler than the policy."""
         args, ends = self.args, {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        if self.acting is not None:
-            self.rollout_func = self.collector.play
         if self.rollout_func is not None:
             self.rollout_func = completed(self.rollout_func, ends, self._tokenizer.eos_token_id)
         self._samples_ahead = args.rollout_ahead > 0
@@ -247,7 +260,7 @@ class GRPOExtTrainer(Lifecycle):
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([self.sharing.problem()])
         several, sharded = self.accelerator.num_processes > 1, self.accelerator.distributed_type in SHARDED
-        if self.rollout_func is not None and several:
+        if several and (self.rollout_func is not None or self.acting is not None):
             self.sharing.agreed = self._largest
         check_pieces(args, aux_loss=self.aux_loss_enabled)
         agreed = self._largest if several and (sharded or self.sharing.agreed is not None) else None
@@ -292,34 +305,64 @@ class GRPOExtTrainer(Lifecycle):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a generation of this process's rows: sampled or played, rewarded, scored, credited."""
         mode = "train" if self.model.training else "eval"
-        if self._first_logps is None:
+        if self._reference_check.first is None:
             self.check_reference()
-        collected = self.collector.generation(inputs)
-        batch = self._padded(collected)
+        rollouts = self.collector.generation(inputs)
+        batch = self._padded(rollouts)
         policy = self._logps(self.model, batch) if self._sampler_corrected else None
         if self.beta:
             batch["ref_per_token_logps"] = self._reference_logps(batch)
-        if self._evaluated is not None and collected.rewards is not None:
+        if self._evaluated is not None and rollouts.rewards is not None:
             rank, mask = self.accelerator.process_index, batch["completion_mask"]
-            batch["completion_mask"] = self._evaluated.mask_fillers(mask, collected.rewards, rank)
+            batch["completion_mask"] = self._evaluated.mask_fillers(mask, rollouts.rewards, rank)
         self._compare_sampler(batch, policy, mode)
-        advantages = assign_credit(self, collected, batch, policy, mode)
+        credited = self._credited(rollouts, batch, policy, mode)
         if policy is not None:  # behind the advantages, whose baselines are of all completions, also of rejected ones
             batch |= self._correction(batch, policy, mode)
-        log_generation(self, collected, advantages)
+        played = self.acting is not None and self.log_completions
+        prompts = [t.opening for t in rollouts.trajectories] if played else map(described, rollouts.prompts)
+        advantages, names = credited.by_completion().tolist(), self.reward_func_names
+        self._log.add_completions(rollouts, prompts, advantages, names, images=self.log_multimodal)
+        self._log.add_figures_of_rewards()
         if self.accelerator.device.type == "cpu":
             give_back()
         return batch
 
-    def _padded(self, collected: Collected) -> dict[str, Any]:
+    def _padded(self, rollouts: RolloutBatch) -> dict[str, Any]:
         """Return the columns of a generation, and the number of trained tokens of all processes."""
-        assert collected.generated is not None
+        assert rollouts.generated is not None
         device, pad = self.accelerator.device, self._tokenizer.pad_token_id
         ends = {*self.eos_token_ids, pad} if self.mask_truncated_completions else None
-        multiple, made = cast(Any, self.pad_to_multiple_of), collected.trajectories
-        batch: dict[str, Any] = padded(collected.generated, pad, multiple, device, ends, trajectories=made or ())
+        multiple, made = cast(Any, self.pad_to_multiple_of), rollouts.trajectories
+        batch: dict[str, Any] = padded(rollouts.generated, pad, multiple, device, ends, trajectories=made or ())
         batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
-        return batch | collected.lists
+        return batch | rollouts.lists
+
+    def _credited(self, rollouts: RolloutBatch, batch: dict[str, Any], policy: Tensor | None, mode: str) -> Credited:
+        """Add the advantages of this process's rows, and their records, to the columns of a generation."""
+        device, rank, mask = self.accelerator.device, self.accelerator.process_index, live_mask(batch)
+        group = self.num_generations if mode == "train" else self.num_generations_eval
+        kl = self._reward_kl(batch, policy, mask) if self.objective.kl_in_reward else None
+        credited = self._credit.assign(rollouts, self.reward_weights, mask, group, kl)
+        batch["advantages"] = credited.local(rank, *batch["completion_ids"].shape).to(device)
+        if mode == "train":
+            assert rollouts.rewards is not None
+            record = row_record(rollouts.rewards, credited.total.flatten(), rollouts.scored_ids, rank, group)
+            batch[ROWS] = record.to(widest(device)).to(device)
+        elif self._evaluated is not None:
+            self._evaluated.add_silent(credited.silent, group)
+        return credited
+
+    @torch.no_grad()
+    def _reward_kl(self, batch: Mapping[str, Any], policy: Tensor | None, mask: Tensor) -> Tensor:
+        """Return the KL estimate of each token of this process's completions, to lower the rewards by; log it."""
+        logps = self._logps(self.model, batch) if policy is None else policy
+        log_ref_ratio = masked(batch["ref_per_token_logps"] - logps, mask)
+        per_token = self.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
+        by_row = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)
+        total, known = self.accelerator.gather(by_row).cpu().double().sum(dim=0).tolist()
+        self._log.add("kl", total / max(known, 1.0))
+        return per_token
 
     def _compare_sampler(self, batch: dict[str, Any], policy: Tensor | None, mode: str) -> None:
         """Name the sampler's log-probabilities after what they may be compared with, and check its drift."""
@@ -328,7 +371,7 @@ class GRPOExtTrainer(Lifecycle):
         if mode == "eval" and scores_kept_sets(self.args):  # over the tokens that were kept, not the vocabulary
             del batch["sampling_per_token_logps"]
             return
-        elsewhere = self.use_vllm or (self.rollout_func is not None and self.acting is None)
+        elsewhere = self.use_vllm or self.rollout_func is not None
         if not elsewhere and not (self._samples_ahead and mode == "train"):
             batch[DRAWN] = batch.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
         elif self._drift is not None and mode == "train" and self.collector.age == 0:
@@ -369,7 +412,14 @@ class GRPOExtTrainer(Lifecycle):
         return self.collector.tokenized(super()._tokenize_prompts, prompts)
 
     def _generate(self, prompts: list) -> Generated:
-        return self.collector.generated(super()._generate, prompts)
+        return self.collector.generated(super()._generate if self._turns_by_trl else None, prompts)
+
+    @property
+    def _turns_by_trl(self) -> bool:
+        """Whether TRL's loop completes rows: it calls tools, a rollout function, and the turns of a subclass."""
+        turns = getattr(self._generate_single_turn, "__func__", None)
+        own = turns is GRPOExtTrainer._generate_single_turn
+        return bool(self.tools or self.rollout_func is not None or self.environment_factories is not None or not own)
 
     def _generate_single_turn(
         self,
@@ -384,8 +434,7 @@ class GRPOExtTrainer(Lifecycle):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
     ) -> Tensor:
-        given = inputs, prompts, completions, completion_ids_list
-        return self.collector.rewarded(super()._calculate_rewards, *given)
+        return self.collector.rewarded(inputs, prompts, completions, completion_ids_list)
 
     def close_rewards(self) -> None:
         """End the processes beside this one, after the last use of a trainer that was not trained."""
@@ -421,7 +470,47 @@ class GRPOExtTrainer(Lifecycle):
         return self.args.zero_advantages_skipped and self.objective.row.silent_at_zero and not terms and not coupled
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
-        return micro_batch_loss(self, model, inputs)
+        mode, outputs = self._log.mode, list[LossOutput]()
+        totals = self._totals(inputs, live_mask(inputs), mode)
+        parts = self._scorer.parts(model, inputs, self._live_rows(inputs, mode))
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
+        count = sum(not part.is_spare for part in parts)
+        for part in parts:
+            last = part is parts[-1]
+            at = Moment(mode == "train", accumulation, self._sampler_corrected, self._entropy_coef.value, count)
+            with nullcontext() if last else more_to_come(self.accelerator, model):
+                output = self._loss(self._scores(model, part.inputs, part.live), part, totals, at)
+                if not last:
+                    self._add_gradient(output.loss)
+                self._log_loss(output)
+            outputs.append(output if last else output.detached())
+        output = joined(outputs, parts)
+        if inputs in self._generation:
+            inputs.setdefault("old_per_token_logps", output.per_token_logps.detach())
+        if mode == "train" and self._drift is not None and self._drift.due:
+            self._check_drift(output.per_token_logps.detach(), inputs)
+        self._guard.note(output)
+        stock = self.args.loss_defaults == "trl"
+        if self._evaluated is None and (mode == "eval" or stock or self.accelerator.sync_gradients):
+            self._figures.log(self._metrics[mode], self.accelerator)
+            add_ess(self._metrics[mode])
+        return output.loss
+
+    def _add_gradient(self, loss: Tensor) -> None:
+        """Add the gradient of a part of a micro-batch, as transformers' `training_step` does of the last one."""
+        own = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+        self.accelerator.backward(loss, **own)
+
+    def _log_loss(self, output: LossOutput) -> None:
+        """Log the figures of some rows, and let their entropy steer the bonus."""
+        if (figures := output.figures) is None:
+            return
+        self._figures.add(figures)
+        if figures.entropy is not None and self._log.mode == "train":
+            self._entropy_coef.add(figures.entropy, self._log)
+        if figures.aux_loss is not None:
+            aux_loss = self.accelerator.gather_for_metrics(figures.aux_loss.detach())
+            self._log.add("aux_loss", aux_loss.mean().item())
 
     # Micro-batches.
 
@@ -482,38 +571,14 @@ class GRPOExtTrainer(Lifecycle):
         return self.sharing.possible and self.args.exact_denominators and additive
 
     def check_reference(self) -> None:
-        """Compare the reference with the policy before training, later with itself at the start.
+        """Compare the reference with the policy before training, later with itself at the start; collective.
 
         Raises:
             ConfigError: they differ, or made-up rows cannot be scored.
         """
-        first = self._first_logps
-        if not (self.beta and self._reference_checked) or (first is not None and self.args.sync_ref_model):
-            return
-        try:
-            self._compare_reference(first)
-        except torch.OutOfMemoryError as error:
-            self._reference_checked = False
-            logger.warning(f"the reference is not compared with the policy at the start: too little memory ({error})")
-
-    def _compare_reference(self, first: Tensor | None) -> None:
-        """Compare as `check_reference`; all processes make the same forwards and raise the same error."""
-        policy, initial = self._unwrapped, self._initial
-        starts = first is None and self.state.global_step == 0
-        half = self.args.bf16 or self.args.fp16 or self.model.dtype.itemsize < 4
-        with entered_alike(moved(policy) if starts and initial is not None else nullcontext()):
-            with entered_alike(nullcontext() if initial is None else initial.replacing(policy)):
-                reference = self._made_up_logps(self.ref_model or self.model)
-            drawn = [self._made_up_logps(self.model) for _ in range(2 * starts)]
-        self._first_logps, check = reference, partial(compare, model=policy, half=half)
-        with failing_alike():
-            if first is not None:
-                check(reference, first, "the reference has moved since the start")
-        if starts:
-            logps = self._made_up_logps(self.model)
-            with failing_alike():
-                check(drawn[0], drawn[1], "each forward draws its own noise, also without dropout")
-                check(reference, logps, "the reference is not the policy before the first step")
+        if self.beta:
+            begins = self.state.global_step == 0
+            self._reference_check(self._unwrapped, self.model, self.ref_model or self.model, begins=begins)
 
     def _made_up_logps(self, model: nn.Module) -> Tensor:
         """Return log-probabilities of made-up rows, by TRL's forward and without dropout; collective.

@@ -20,9 +20,9 @@ from grpo_ext.environments.attempt import AttemptFigures
 from grpo_ext.objective.trajectory import Trajectory, Tree, Turn
 from grpo_ext.rewards.containment import Scored
 from grpo_ext.rewards.outcomes import Scores
-from grpo_ext.rollout.collected import Finished
+from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 
-SAFE = (Finished, Scored, Scores, Trajectory, Turn, Tree, AttemptFigures)
+SAFE = (RolloutBatch, Generated, Scored, Scores, Trajectory, Turn, Tree, AttemptFigures)
 _OF_NUMPY: tuple[Any, ...] = (
     np.float64(0).__reduce__()[0],
     np.dtype,
@@ -43,7 +43,7 @@ class InFlight:
         first: number of the first window.
     """
 
-    windows: Sequence[tuple[int, Finished | None]] = ()
+    windows: Sequence[tuple[int, RolloutBatch | None]] = ()
     weights: dict[int, Weights] = field(default_factory=dict)
     first: int = 0
 
@@ -71,17 +71,18 @@ def _load(file: Path | io.BytesIO) -> dict:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def to_be_kept(finished: Finished) -> Finished | None:
+def to_be_kept(finished: RolloutBatch) -> RolloutBatch | None:
     """Return what a checkpoint keeps of completions: not the scores if one of them failed, or cannot be read back.
 
     None if it can keep nothing: rewards may log any object, and environments return any.
     """
     failed = any(scored.scores.error for scored in finished.scored.values())
+    finished = replace(finished, rows=[], attempts=(), prompts=[])  # a run that resumes draws them again
     without = replace(finished, scored={})
     return next((part for part in (without if failed else finished, without) if _can_be_read(part)), None)
 
 
-def _can_be_read(finished: Finished) -> bool:
+def _can_be_read(finished: RolloutBatch) -> bool:
     """Return whether completions hold only what `read` accepts."""
     buffer = io.BytesIO()
     try:

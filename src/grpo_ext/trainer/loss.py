@@ -1,120 +1,162 @@
-"""The loss of a micro-batch: its scores and columns become the objective's terms, their sum, and figures."""
+"""The loss of a micro-batch: scores, columns and denominators in; its share of the step's loss, and figures, out.
 
-from collections.abc import Iterator
-from typing import Any
+`Loss` reads no trainer and changes nothing. What a step does with a `LossOutput` is the trainer's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from accelerate import Accelerator
+from jaxtyping import Float
+from torch import Tensor
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals
+from grpo_ext.objective.objective import Objective
+from grpo_ext.objective.ratios import masked
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask
 from grpo_ext.packing.pieces import Part
-from grpo_ext.trainer.diagnosis.recording import add_ess, log_weights
+from grpo_ext.packing.policy import Scores
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
+from grpo_ext.trainer.diagnosis.recording import log_weights
 from grpo_ext.trainer.evaluating import batch_weight
-from grpo_ext.trainer.loss_terms import entropy_bonus, high_entropy_mask, loss_figures
-from grpo_ext.trainer.piecewise import Terms, more_to_come, together
+from grpo_ext.trainer.loss_terms import LossFigures, high_entropy_mask, loss_figures
 
 
-def micro_batch_loss(trainer: Any, model: nn.Module, inputs: MicroBatch) -> Tensor:
-    """Return a micro-batch's share of the loss of its step, in as many forwards as it is cut into; log figures."""
-    mode = "train" if trainer.model.training else "eval"
-    live, mask = trainer._live_rows(inputs, mode), live_mask(inputs)
-    totals = trainer._totals(inputs, mask, mode)
-    parts, made = trainer._scorer.parts(model, inputs, live), list[Terms]()
-    count = sum(not part.is_spare for part in parts)
-    for part in parts[:-1]:
-        with more_to_come(trainer.accelerator, model):
-            terms = _terms(trainer, model, part, totals, mode, count)
-            _backward(trainer, terms.loss)
-        made.append(terms.detached())
-    made.append(_terms(trainer, model, parts[-1], totals, mode, count))
-    loss, logps, per_token_loss, entropies = together(made, parts)
-    if inputs in trainer._generation:
-        inputs.setdefault("old_per_token_logps", logps.detach())
-    if mode == "train" and trainer._drift is not None and trainer._drift.due:
-        trainer._check_drift(logps.detach(), inputs)
-    trainer._guard.note(per_token_logps=logps, per_token_loss=per_token_loss, entropies=entropies)
-    stock = trainer.args.loss_defaults == "trl"
-    if trainer._evaluated is None and (mode == "eval" or stock or trainer.accelerator.sync_gradients):
-        trainer._figures.log(trainer._metrics[mode], trainer.accelerator)
-        add_ess(trainer._metrics[mode])
-    return loss
+class Moment(NamedTuple):
+    """What of a run the loss of some rows depends on beside their columns."""
+
+    training: bool
+    accumulation: float
+    """Micro-batches of the step; 1 in an evaluation."""
+    corrects_sampler: bool
+    """Whether weights for what sampled the tokens multiply the loss."""
+    entropy_coef: float | None
+    """Weight of the entropy bonus; None without one."""
+    parts: int
+    """Parts of the micro-batch."""
 
 
-def _backward(trainer: Any, loss: Tensor) -> None:
-    """Add the gradient of a part of a micro-batch, as transformers' `training_step` does of the last one."""
-    own = {"scale_wrt_gas": False} if trainer.is_deepspeed_enabled else {}
-    trainer.accelerator.backward(loss, **own)
+class LossOutput(NamedTuple):
+    """The loss of some rows, and what it was made of."""
+
+    loss: Float[Tensor, ""]
+    per_token_logps: Float[Tensor, "rows time"]
+    per_token_loss: Float[Tensor, " rows #time"]
+    entropies: Float[Tensor, "rows time"]
+    """NaN for rows that were not computed."""
+    figures: LossFigures | None = None
+    """For the log; None of rows that only make up the number of forwards."""
+
+    def detached(self) -> "LossOutput":
+        """Return the same without a graph."""
+        loss, logps, losses, entropies = (values.detach() for values in self[:4])
+        return LossOutput(loss, logps, losses, entropies, self.figures)
 
 
-def _terms(trainer: Any, model: nn.Module, part: Part, totals: StepTotals, mode: str, parts: int) -> Terms:
-    """Compute one of so many `parts` of a micro-batch: its share of the loss of the step."""
-    objective, inputs, live = trainer.objective, part.inputs, part.live
-    logps, entropies, aux_loss = trainer._scores(model, inputs, live)
-    assert entropies is not None
-    if part.is_spare:
-        none = logps[:0]
-        return Terms(logps.sum() * 0.0, none, none, none)
-    mask = live_mask(inputs)
-    if mode == "train":  # at the first step of a generation the policy is the old one
-        inputs = {"old_per_token_logps": logps.detach(), **inputs}
-    tensors = objective.tensors(logps, with_samplers_old(trainer, logps, inputs, live), mask)
-    entropy_mask = None
-    if trainer.top_entropy_quantile < 1.0:
-        entropy_mask = high_entropy_mask(trainer.accelerator, entropies, mask, 1 - trainer.top_entropy_quantile)
+@dataclass(frozen=True)
+class Loss:
+    """The loss that the settings of a run describe."""
 
-    per_token_loss = objective.surrogate_loss(tensors)
-    for factor in _factors(trainer, tensors, inputs, entropy_mask):
-        per_token_loss = per_token_loss * factor
-    if objective.kl_in_loss:
-        tensors["kl"] = objective.kl_penalty(tensors)
-        per_token_loss = per_token_loss + objective.beta * tensors["kl"]
+    objective: Objective
+    args: GRPOExtConfig
+    accelerator: Accelerator
+    """Knows how many processes average their gradients; gathers entropies for `top_entropy_quantile`."""
+    aux_loss_coef: float = 0.0
+    """Weight of the router's auxiliary loss."""
 
-    world = trainer.accelerator.num_processes  # processes average their gradients, but shares must be added
-    loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
-    accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
-    stock = trainer.args.loss_defaults == "trl"
-    figures, regions = loss_figures(objective, tensors, entropies, inputs, live, as_stock=stock)
-    weight = loss.new_ones(()) if mode == "train" else batch_weight(objective, totals)
-    if trainer._entropy_bonus_enabled:
-        as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
-        policy_figure = policy_loss.detach() * (1.0 if as_trl else accumulation)
-        figures["policy_loss"] = policy_figure * parts, weight / parts
-        loss = loss - entropy_bonus(trainer, trainer.args, entropies, mask, entropy_mask, totals, mode)
-    if trainer.aux_loss_enabled:
-        loss = loss + trainer.router_aux_loss_coef * aux_loss / accumulation
-        trainer._metrics[mode]["aux_loss"].append(trainer.accelerator.gather_for_metrics(aux_loss).mean().item())
-    if trainer._evaluated is not None:
-        figures["loss"] = loss.detach(), weight
-    trainer._figures.add(figures, regions, mask, log_weights(inputs, tensors, live))
-    seen = entropies if live is None else entropies.detach().masked_fill(~live[:, None], torch.nan)
-    return Terms(loss, logps, per_token_loss, seen)
+    def __call__(self, scores: Scores, part: Part, totals: StepTotals, at: Moment) -> LossOutput:
+        """Return the share of the step's loss of a part of a micro-batch."""
+        objective, inputs, live = self.objective, part.inputs, part.live
+        logps, entropies, aux_loss = scores
+        assert entropies is not None
+        if part.is_spare:
+            none = logps[:0]
+            return LossOutput(logps.sum() * 0.0, none, none, none)
+        mask = live_mask(inputs)
+        if at.training:  # at the first step of a generation the policy is the old one
+            inputs = {"old_per_token_logps": logps.detach(), **inputs}
+        tensors = objective.tensors(logps, self._with_samplers_old(logps, inputs, live), mask)
+        entropy_mask = None
+        if self.args.top_entropy_quantile < 1.0:
+            entropy_mask = high_entropy_mask(self.accelerator, entropies, mask, 1 - self.args.top_entropy_quantile)
+
+        per_token_loss = objective.surrogate_loss(tensors)
+        for factor in self._factors(tensors, inputs, entropy_mask, at):
+            per_token_loss = per_token_loss * factor
+        if objective.kl_in_loss:
+            tensors["kl"] = objective.kl_penalty(tensors)
+            per_token_loss = per_token_loss + objective.beta * tensors["kl"]
+
+        world = self.accelerator.num_processes  # processes average their gradients, but shares must be added
+        loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
+        stock = self.args.loss_defaults == "trl"
+        means, regions = loss_figures(objective, tensors, entropies, inputs, live, as_stock=stock)
+        weight, entropy = loss.new_ones(()) if at.training else batch_weight(objective, totals), None
+        if at.entropy_coef is not None:
+            as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
+            policy_figure = policy_loss.detach() * (1.0 if as_trl else at.accumulation)
+            means["policy_loss"] = policy_figure * at.parts, weight / at.parts
+            mean, entropy = self._entropy(entropies, mask, entropy_mask, totals, at)
+            loss = loss - at.entropy_coef * mean
+        if aux_loss is not None:
+            loss = loss + self.aux_loss_coef * aux_loss / at.accumulation
+        if not (at.training or stock):
+            means["loss"] = loss.detach(), weight
+        figures = LossFigures(means, regions, mask, log_weights(inputs, tensors, live), entropy, aux_loss)
+        seen = entropies if live is None else entropies.detach().masked_fill(~live[:, None], torch.nan)
+        return LossOutput(loss, logps, per_token_loss, seen, figures)
+
+    def _with_samplers_old(self, logps: Tensor, inputs: MicroBatch, live: Tensor | None) -> MicroBatch:
+        """Return rows whose old log-probabilities are the sampler's, where it has them, if so configured."""
+        args = self.args
+        if args.old_logps == "recomputed" or not args.samples_otherwise or "sampling_per_token_logps" not in inputs:
+            return inputs
+        sampler = inputs["sampling_per_token_logps"].to(logps.dtype)
+        known = ~sampler.isnan() if live is None else ~sampler.isnan() & live[:, None]
+        old = torch.where(known, sampler, inputs.get("old_per_token_logps", logps.detach()))
+        return {**inputs, "old_per_token_logps": old}
+
+    def _factors(
+        self, tensors: Mapping[str, Any], inputs: MicroBatch, entropy_mask: Tensor | None, at: Moment
+    ) -> Iterator[Tensor]:
+        """Yield the factors that TRL has too: off-policy mask, high-entropy mask, correction of the sampler."""
+        if self.args.off_policy_mask_threshold is not None:
+            yield GRPOTrainer.get_off_policy_mask(
+                advantages=tensors["advantages"],
+                per_token_logps=tensors["per_token_logps"],
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", tensors["old_per_token_logps"]),
+                mask=tensors["mask"],
+                off_policy_threshold=self.args.off_policy_mask_threshold,
+            )
+        if entropy_mask is not None:
+            yield entropy_mask
+        if at.corrects_sampler and not self.objective.corrects_sampler:
+            yield tensors["importance_sampling_ratio"]
+
+    def _entropy(
+        self, entropies: Tensor, mask: Tensor, entropy_mask: Tensor | None, totals: StepTotals, at: Moment
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "2"]]:
+        """Return the mean entropy of the tokens in the policy term, and its sum and count."""
+        live = mask if entropy_mask is None else mask * entropy_mask
+        total, count = masked(entropies, live).sum(), live.sum()
+        if self.args.exact_denominators and entropy_mask is None:
+            mean = total / totals.tokens.clamp(min=1) * self.accelerator.num_processes
+        else:
+            mean = total / count.clamp(min=1.0) / at.accumulation
+        return mean, torch.stack([total.detach(), count.to(total.dtype)])
 
 
-def with_samplers_old(trainer: Any, logps: Tensor, inputs: MicroBatch, live: Tensor | None) -> MicroBatch:
-    """Return a micro-batch whose old log-probabilities are the sampler's, where it has them, if so configured."""
-    otherwise = trainer.use_vllm or trainer._samples_ahead
-    if trainer.args.old_logps == "recomputed" or not otherwise or "sampling_per_token_logps" not in inputs:
-        return inputs
-    sampler = inputs["sampling_per_token_logps"].to(logps.dtype)
-    known = ~sampler.isnan() if live is None else ~sampler.isnan() & live[:, None]
-    old = torch.where(known, sampler, inputs.get("old_per_token_logps", logps.detach()))
-    return {**inputs, "old_per_token_logps": old}
-
-
-def _factors(
-    trainer: Any, tensors: dict[str, Any], inputs: MicroBatch, entropy_mask: Tensor | None
-) -> Iterator[Tensor]:
-    """Yield the factors that TRL has too: off-policy mask, high-entropy mask, correction of the sampler."""
-    if trainer.off_policy_mask_threshold is not None:
-        yield trainer.get_off_policy_mask(
-            advantages=tensors["advantages"],
-            per_token_logps=tensors["per_token_logps"],
-            sampling_per_token_logps=inputs.get("sampling_per_token_logps", tensors["old_per_token_logps"]),
-            mask=tensors["mask"],
-            off_policy_threshold=trainer.off_policy_mask_threshold,
-        )
-    if entropy_mask is not None:
-        yield entropy_mask
-    if trainer._sampler_corrected and not trainer.objective.corrects_sampler:
-        yield tensors["importance_sampling_ratio"]
+def joined(outputs: Sequence[LossOutput], parts: Sequence[Part]) -> LossOutput:
+    """Return the loss of all rows of a micro-batch, without figures; the gradient is the last part's."""
+    if len(parts) == 1:
+        return outputs[0]
+    rows = [part.rows for part in parts if part.rows is not None]
+    outputs = [output for output, part in zip(outputs, parts, strict=True) if not part.is_spare]
+    order = torch.cat(rows).argsort()
+    loss = torch.stack([output.loss for output in outputs]).sum()
+    columns = [output[1:4] for output in outputs]
+    logps, losses, entropies = (torch.cat(column)[order] for column in zip(*columns, strict=True))
+    return LossOutput(loss, logps, losses, entropies)

@@ -1,8 +1,8 @@
-"""Terms and figures of the loss: the entropy bonus, the high-entropy mask, and means over tokens for the log."""
+"""Beside the loss: means over tokens for the log, the weight of the entropy bonus, the high-entropy mask."""
 
 import math
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,13 +11,33 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
-from grpo_ext.objective.ratios import LOG_RATIO_BOUND, masked, widest
+from grpo_ext.objective.ratios import LOG_RATIO_BOUND, widest
 from grpo_ext.objective.surrogates import Regions
 from grpo_ext.packing.micro_batches import MicroBatch
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.trainer.diagnosis.recording import token_figures
+from grpo_ext.trainer.log import Log
+
+Means = dict[str, tuple[Tensor, Tensor]]
+"""By name, values and the mask of those that count: [batch, time], or [batch, 1], which count once for a completion;
+or two scalars, a mean and its weight."""
+
+
+class LossFigures(NamedTuple):
+    """What the loss of some rows has for the log."""
+
+    means: Means
+    regions: Regions | None
+    """Clip regions; the least and the greatest share of a completion's tokens in them are figures."""
+    mask: Tensor
+    """Live tokens [batch, time]."""
+    log_weights: Mapping[str, tuple[Tensor, Tensor]]
+    """By name, log-weights [batch] of which the effective sample size is a figure, and those that count."""
+    entropy: Float[Tensor, "2"] | None = None
+    """Sum and count of the entropies in the bonus, where there is one."""
+    aux_loss: Float[Tensor, ""] | None = None
+    """The router's auxiliary loss."""
 
 
 class Figures:
@@ -37,25 +57,11 @@ class Figures:
         self.weighted: tuple[str, ...] = ()
         self.log_sums: Tensor | None = None
 
-    def add(
-        self,
-        figures: Mapping[str, tuple[Tensor, Tensor]],
-        regions: Regions | None,
-        mask: Tensor,
-        log_weights: Mapping[str, tuple[Tensor, Tensor]],
-    ) -> None:
-        """Add a micro-batch.
-
-        Args:
-            figures: by name, values and the mask of those that count: [batch, time], or [batch, 1], which count once
-                for a completion, or two scalars, a mean and its weight.
-            regions: clip regions; the least and the greatest share of a completion's tokens in them are figures.
-            mask: live tokens [batch, time].
-            log_weights: by name, log-weights [batch] of which the effective sample size is a figure, and those that
-                count.
-        """
-        self.names, self.weighted = tuple(figures), tuple(log_weights)
-        sums = _sums_and_counts(figures.values())
+    def add(self, figures: LossFigures) -> None:
+        """Add a micro-batch."""
+        means, regions, mask, log_weights = figures[:4]
+        self.names, self.weighted = tuple(means), tuple(log_weights)
+        sums = _sums_and_counts(means.values())
         self.sums = sums if self.sums is None else self.sums + sums
         if regions is not None:
             low, high = (_sequence_means(region.float(), mask) for region in regions)
@@ -94,7 +100,7 @@ def loss_figures(
     live: Tensor | None,
     *,
     as_stock: bool,
-) -> tuple[dict[str, tuple[Tensor, Tensor]], Regions | None]:
+) -> tuple[Means, Regions | None]:
     """Figures of a micro-batch (KL, entropy, clip, clamp, sampler), each with its mask, and the clip regions.
 
     A figure of shape [batch, 1] counts once for a completion that has a live token, with `as_stock` for every
@@ -168,47 +174,41 @@ QUANTILE_LIMIT = 2**24
 """Largest number of elements that `torch.quantile` takes."""
 
 
-def entropy_bonus(
-    trainer: GRPOTrainer,
-    args: GRPOExtConfig,
-    entropies: Float[Tensor, "batch time"],
-    mask: Tensor,
-    entropy_mask: Tensor | None,
-    totals: StepTotals,
-    mode: str,
-) -> Float[Tensor, ""]:
-    """coefficient x mean entropy of the tokens in the policy term; updates an adaptive coefficient."""
-    live = mask if entropy_mask is None else mask * entropy_mask
-    total, count = masked(entropies, live).sum(), live.sum()
-    coefficient = trainer.entropy_coef
-    if trainer.use_adaptive_entropy and trainer._last_world_entropy > args.entropy_target:
-        coefficient = 0.0
-    if args.exact_denominators and entropy_mask is None:
-        mean = total / totals.tokens.clamp(min=1) * trainer.accelerator.num_processes
-    else:
-        accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
-        mean = total / count.clamp(min=1.0) / accumulation
-    if mode == "train":
-        _update_coefficient(trainer, args, torch.stack([total.detach(), count.to(total.dtype)]))
-    return coefficient * mean
+class EntropyCoefficient:
+    """The weight of the entropy bonus: fixed, or moved towards a target entropy. Skywork-OR1, arXiv:2505.22312.
 
+    It is kept where TRL keeps it and saves it, in TRL's trainer.
+    """
 
-def _update_coefficient(trainer: GRPOTrainer, args: GRPOExtConfig, local: Tensor) -> None:
-    """At an optimizer step, move the coefficient towards the target entropy. Skywork-OR1, arXiv:2505.22312."""
-    if trainer.use_adaptive_entropy:
-        window: Any = trainer._entropy_window_stats
-        trainer._entropy_window_stats = local if window is None else window + local  # type: ignore[assignment]
-    if not trainer.accelerator.sync_gradients:
-        return
-    if trainer.use_adaptive_entropy:
-        total, count = trainer.accelerator.reduce(trainer._entropy_window_stats, reduction="sum")
-        trainer._last_world_entropy = (total / count.clamp(min=1.0)).item()
-        rising = trainer._last_world_entropy <= args.entropy_target
-        moved = trainer.entropy_coef + (args.entropy_coef_delta if rising else -args.entropy_coef_delta)
-        low, high = args.entropy_coef_min, args.entropy_coef_max
-        trainer.entropy_coef = min(moved, high) if rising else max(moved, low)
-        trainer._entropy_window_stats = None
-    trainer._metrics["train"]["entropy_coef"].append(trainer.entropy_coef)
+    def __init__(self, trainer: GRPOTrainer, args: GRPOExtConfig) -> None:
+        self.trainer, self.args = trainer, args
+
+    @property
+    def value(self) -> float | None:
+        """The weight now; None without a bonus."""
+        trainer = self.trainer
+        if not trainer._entropy_bonus_enabled:
+            return None
+        above = trainer.use_adaptive_entropy and trainer._last_world_entropy > self.args.entropy_target
+        return 0.0 if above else trainer.entropy_coef
+
+    def add(self, local: Float[Tensor, "2"], log: Log) -> None:
+        """Add the sum and the count of some rows' entropies; at an optimizer step, move the weight and log it."""
+        trainer, args = self.trainer, self.args
+        if trainer.use_adaptive_entropy:
+            window: Any = trainer._entropy_window_stats
+            trainer._entropy_window_stats = local if window is None else window + local  # type: ignore[assignment]
+        if not trainer.accelerator.sync_gradients:
+            return
+        if trainer.use_adaptive_entropy:
+            total, count = trainer.accelerator.reduce(trainer._entropy_window_stats, reduction="sum")
+            trainer._last_world_entropy = (total / count.clamp(min=1.0)).item()
+            rising = trainer._last_world_entropy <= args.entropy_target
+            moved = trainer.entropy_coef + (args.entropy_coef_delta if rising else -args.entropy_coef_delta)
+            low, high = args.entropy_coef_min, args.entropy_coef_max
+            trainer.entropy_coef = min(moved, high) if rising else max(moved, low)
+            trainer._entropy_window_stats = None
+        log.add("entropy_coef", trainer.entropy_coef)
 
 
 def high_entropy_mask(

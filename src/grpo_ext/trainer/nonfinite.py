@@ -24,6 +24,7 @@ from grpo_ext.trainer import dump
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.diagnosis.recording import gradient_figures, is_logged
 from grpo_ext.trainer.findings import HOW_TO_LOOK, BadTensor, ObservedBatch, in_order, value_in
+from grpo_ext.trainer.loss import LossOutput
 from grpo_ext.trainer.signals import signals
 
 logger = logging.getLogger(__name__)
@@ -69,9 +70,10 @@ class NonFiniteGuard:
 
     # Micro-batches. Without a device sync.
 
-    def note(self, **computed: Tensor) -> None:
+    def note(self, output: LossOutput) -> None:
         """Keep tensors [rows, time] that the loss has computed."""
-        self._computed = {name: values.detach() for name, values in computed.items()}
+        names = ("per_token_logps", "per_token_loss", "entropies")
+        self._computed = {name: getattr(output, name).detach() for name in names}
 
     def watch(self, inputs: dict[str, Any], loss: Tensor) -> Tensor:
         """Flag a micro-batch; return the loss for the backward pass."""

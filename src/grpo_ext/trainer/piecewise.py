@@ -1,46 +1,18 @@
 """The loss of a micro-batch in parts, each with a forward and backward of its own (`micro_batch_tokens`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import nn
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, Problem
-from grpo_ext.packing.pieces import Part
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 """Engines whose processes exchange weights in each forward, so that all need as many."""
-
-
-class Terms(NamedTuple):
-    """Results of the loss for some rows."""
-
-    loss: Tensor
-    per_token_logps: Tensor
-    per_token_loss: Tensor
-    entropies: Tensor
-
-    def detached(self) -> "Terms":
-        """Return the same without a graph."""
-        return Terms(*(values.detach() for values in self))
-
-
-def together(made: Sequence[Terms], parts: Sequence[Part]) -> Terms:
-    """Return the terms of all rows of a micro-batch; the gradient is the last part's."""
-    if len(parts) == 1:
-        return made[0]
-    rows = [part.rows for part in parts if part.rows is not None]
-    made = [terms for terms, part in zip(made, parts, strict=True) if not part.is_spare]
-    order = torch.cat(rows).argsort()
-    loss = torch.stack([terms.loss for terms in made]).sum()
-    logps, losses, entropies = (torch.cat(column)[order] for column in list(zip(*made, strict=True))[1:])
-    return Terms(loss, logps, losses, entropies)
 
 
 @contextmanager

@@ -4,8 +4,10 @@ TRL switches a new adapter off, and copies a trained one. Neither is the policy 
 rewritten, where more than the adapter's layers is trained, or where an adapter does not start at zero.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_ext.errors import ConfigError, Problem
-from grpo_ext.packing.together import is_out_of_memory
+from grpo_ext.packing.together import entered_alike, failing_alike, is_out_of_memory
 from grpo_ext.trainer.checkpoints.processes import local, whole, writable
+
+logger = logging.getLogger(__name__)
 
 FILE = "reference.pt"
 
@@ -106,6 +110,66 @@ def _reshard(model: nn.Module) -> None:
 
 TOLERANCE, HALF = 1e-3, 0.1
 """Largest difference of log-probabilities that rounding explains, in float32 and in half precision."""
+
+
+class ReferenceCheck:
+    """Compares the reference with the policy before training, later with itself at the start.
+
+    All processes make the same forwards and raise the same error.
+
+    Args:
+        score: returns log-probabilities of made-up rows by a model.
+        initial: the weights that an adapter begins with, which are its reference.
+        half: whether scores are of half precision.
+        follows: whether the reference follows the policy.
+
+    Attributes:
+        first: log-probabilities of the reference at the start, once known.
+    """
+
+    def __init__(
+        self, score: Callable[[nn.Module], Tensor], initial: InitialWeights | None, *, half: bool, follows: bool
+    ) -> None:
+        self.score, self.initial, self.half, self.follows = score, initial, half, follows
+        self.first: Tensor | None = None
+        self.possible = True
+
+    def __call__(self, policy: nn.Module, model: nn.Module, reference: nn.Module, *, begins: bool) -> None:
+        """Compare; a check for which memory is too little is left out from then on.
+
+        Args:
+            policy: the model, unwrapped.
+            model: the same, as it is called.
+            reference: the reference's model, or `model`.
+            begins: whether no step has been made.
+
+        Raises:
+            ConfigError: they differ, or made-up rows cannot be scored.
+        """
+        if not self.possible or (self.first is not None and self.follows):
+            return
+        try:
+            self._compare(policy, model, reference, begins=begins)
+        except torch.OutOfMemoryError as error:
+            self.possible = False
+            logger.warning(f"the reference is not compared with the policy at the start: too little memory ({error})")
+
+    def _compare(self, policy: nn.Module, model: nn.Module, reference: nn.Module, *, begins: bool) -> None:
+        first, initial = self.first, self.initial
+        starts = first is None and begins
+        with entered_alike(moved(policy) if starts and initial is not None else nullcontext()):
+            with entered_alike(nullcontext() if initial is None else initial.replacing(policy)):
+                self.first = found = self.score(reference)
+            drawn = [self.score(model) for _ in range(2 * starts)]
+        check = partial(compare, model=policy, half=self.half)
+        with failing_alike():
+            if first is not None:
+                check(found, first, "the reference has moved since the start")
+        if starts:
+            logps = self.score(model)
+            with failing_alike():
+                check(drawn[0], drawn[1], "each forward draws its own noise, also without dropout")
+                check(found, logps, "the reference is not the policy before the first step")
 
 
 def compare(logps: Tensor, expected: Tensor, found: str, *, model: Any, half: bool) -> None:

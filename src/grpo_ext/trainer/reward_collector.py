@@ -1,18 +1,21 @@
 """Collects what the reward functions of a generation returned, and checks it on all processes together."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from jaxtyping import Float
 from torch import Tensor
 from transformers import TrainerState
 
 from grpo_ext.errors import RewardError, SamplerLost
-from grpo_ext.rewards.containment import Ready, Take, for_trl, scorer_of
+from grpo_ext.rewards.containment import Scored, scorer_of
+from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.runtime import Component, Runtime
-from grpo_ext.rollout.collected import Collected, TurnRewards
+from grpo_ext.rollout.rollout_batch import TurnRewards
 from grpo_ext.trainer.findings import BadTensor
 from grpo_ext.trainer.nonfinite import NonFiniteGuard
 from grpo_ext.waiting import SIGNALLED
@@ -37,24 +40,41 @@ class RewardCollector:
         self.scorers = [scorer_of(reward) for reward in rewards]
         self.runtime: Runtime | None = next((f.runtime for f in rewards if isinstance(f, Component)), None)
 
-    def for_trl(self, take: Take, ready: Ready) -> list[Any]:
-        """Return the rewards as TRL calls them.
-
-        Args:
-            take: receives what each returned beside its numbers.
-            ready: returns scores that the background has made.
-        """
-        return [for_trl(scorer, take, ready) for scorer in self.scorers]
-
     def schedule_weights(self, weights: Tensor, state: TrainerState) -> None:
         """Set the weights of the current step in place."""
         for i, reward in enumerate(self.rewards):
             if isinstance(reward, Component) and reward.spec.weight_schedule is not None:
                 weights[i] = reward.weight(state.global_step, state.max_steps)
 
-    def turn_rewards(self, collected: Collected, rows: int) -> list[TurnRewards]:
+    def values(
+        self, scored: Mapping[str, Scored], by_model: Callable[[int], Tensor], rows: int
+    ) -> Float[Tensor, "rows functions"]:
+        """Return this process's rewards, NaN where a completion was not scored.
+
+        Args:
+            scored: by the functions, by name.
+            by_model: returns the scores of the model at a place among the rewards.
+            rows: completions.
+        """
+        found = torch.zeros(rows, len(self.scorers), device=self.accelerator.device)
+        for i, scorer in enumerate(self.scorers):
+            if isinstance(scorer, torch.nn.Module):
+                found[:, i] = by_model(i)
+            else:
+                values = [math.nan if value is None else value for value in scored[scorer.__name__].scores.values]
+                found[:, i] = torch.tensor(values, dtype=torch.float32, device=found.device)
+        return found
+
+    def interrupted(self, rows: int) -> dict[str, Scored]:
+        """Return what stands for the scores of functions that a signal has ended."""
+        functions = (scorer for scorer in self.scorers if not isinstance(scorer, torch.nn.Module))
+        none = Scores([0.0] * rows, [None] * rows, error=SIGNALLED)
+        return {scorer.__name__: Scored(none, []) for scorer in functions}
+
+    def turn_rewards(self, scored: Mapping[str, Scored], rows: int) -> list[TurnRewards]:
         """Return the per-turn rewards of each row."""
-        by_function = [collected.turns_by_reward.get(name) or [None] * rows for name in self.names]
+        names = [getattr(scorer, "__name__", "") for scorer in self.scorers]
+        by_function = [scored[name].scores.turns if name in scored else [None] * rows for name in names]
         return [list(row) for row in zip(*by_function, strict=True)]
 
     def checked(
@@ -64,7 +84,7 @@ class RewardCollector:
 
         Args:
             rewards: of all processes, as TRL gathered them.
-            errors: messages of this process's rewards whose failure ends the run.
+            errors: messages of this process's rewards whose failure ends the run, or that a signal does.
             prompts: of this process.
             completions: of this process.
 

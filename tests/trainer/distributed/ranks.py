@@ -216,7 +216,10 @@ def references(model: str, output: str, *names: str) -> None:
         one.train()
         with one._initial.replacing(one._unwrapped):
             reference = one._made_up_logps(one.model)
-        far = [(logps - one._first_logps).abs().max().item() for logps in (reference, one._made_up_logps(one.model))]
+        far = [
+            (logps - one._reference_check.first).abs().max().item()
+            for logps in (reference, one._made_up_logps(one.model))
+        ]
         log = [row for row in one.state.log_history if "kl" in row]
         found[name] = [row["grad_norm"] for row in log], [row["kl"] for row in log], *far
     (Path(output) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -23,7 +23,6 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, Problem
-from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.trainer.checkpoints.processes import everywhere, is_sharded, local
 
 logger = logging.getLogger(__name__)
@@ -69,96 +68,36 @@ def accept_numbered_cpu() -> None:
     )
 
 
-def write(trainer: Any, folder: Path, place: tuple[int, int]) -> None:
-    """Write this process's state.
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"run_state_{rank}.pt"
 
-    Args:
-        trainer: a trainer between two optimizer steps.
-        folder: the checkpoint's folder.
-        place: epoch, and batches of the dataloader that it has taken.
-    """
+
+def write(folder: Path, rank: int, state: Mapping[str, Any]) -> None:
+    """Write a process's state between two optimizer steps into a checkpoint's folder."""
     folder.mkdir(parents=True, exist_ok=True)  # a process may come here before the one that saves the model
-    main = trainer.accelerator.is_main_process
-    further = {"place": list(place), "table": table_of(trainer._logs) if main and trainer.args.log_completions else {}}
-    torch.save(of(trainer) | further, _file(folder, trainer.accelerator.process_index))
-    _write_reference(trainer, folder)
+    torch.save(dict(state), _file(folder, rank))
 
 
-def read(folder: Path, trainer: Any) -> dict[str, Any] | None:
-    """Return this process's state; None, with a warning, if the checkpoint was made by another split of the batch."""
-    path, accelerator = _file(folder, trainer.accelerator.process_index), trainer.accelerator
-    state = torch.load(path, map_location=accelerator.device, weights_only=True) if path.exists() else {}
-    found = everywhere(state.get("split") == _split(trainer))
+def read(folder: Path, rank: int, device: torch.device, split: list[int]) -> dict[str, Any] | None:
+    """Return this process's state; None, with a warning, if the checkpoint was made by another split; collective."""
+    path = _file(folder, rank)
+    state = torch.load(path, map_location=device, weights_only=True) if path.exists() else {}
+    found = everywhere(state.get("split") == split)
     if all(found):
         return state
-    if accelerator.is_main_process and any(found):
+    if rank == 0 and any(found):
         missing = ", ".join(str(rank) for rank, has in enumerate(found) if not has)
         logger.warning(
             f"{folder} has no state of ranks {missing} where they run now: the machines have come back in another "
             "order. Random streams and, inside of a generation, completions are new ones from here on; weights, "
             "optimizer and data continue where they were."
         )
-    elif accelerator.is_main_process:
+    elif rank == 0:
         logger.warning(
             f"{folder} was made by another number of processes or micro-batches: random streams and, inside of a "
             "generation, completions are new ones from here on; weights, optimizer and data continue where they were."
         )
     return None
-
-
-def restore(trainer: Any, state: dict[str, Any], folder: Path) -> tuple[list[Any], list[StepTotals]]:
-    """Restore what `write` saved; return the micro-batches and totals of a generation that was in use, else []."""
-    go_back(trainer, state)
-    fill_table(trainer._logs, state["table"])
-    _restore_reference(trainer, folder)
-    return state["micro_batches"], [StepTotals(*row) for row in state["totals"]]
-
-
-def go_back(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Restore what `of` returned."""
-    trainer._step = state["step"]
-    trainer._metrics["train"].clear()
-    trainer._metrics["train"].update({name: list(values) for name, values in state["metrics"].items()})
-    trainer._tr_loss.copy_(state["loss"])
-    trainer._total_loss_scalar = state["_total_loss_scalar"]
-    trainer._globalstep_last_logged = state["_globalstep_last_logged"]
-    trainer._group_means.load(state["group_means"])
-    if trainer.collector.dynamic is not None:
-        trainer.collector.dynamic.prompts.drawn = state["drawn"]
-    trainer._advantage_monitor.load(state.get("silence", []), state.get("silence_warned", False))
-    if trainer._drift is not None:
-        trainer._drift.load(state["drift"])
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"run_state_{rank}.pt"
-
-
-def _split(trainer: Any) -> list[int]:
-    args = trainer.args
-    sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, int(args.steps_per_generation or 1)
-    return [trainer.accelerator.num_processes, *sizes, trainer.num_iterations]
-
-
-def of(trainer: Any) -> dict[str, Any]:
-    """Return this process's state between two optimizer steps, for `go_back`."""
-    generation = trainer._generation
-    closed = trainer._step % (int(trainer.args.steps_per_generation or 1) * trainer.num_iterations) == 0
-    return {
-        "split": _split(trainer),
-        "step": trainer._step,
-        "micro_batches": [] if closed else [dict(batch) for batch in generation.micro_batches],
-        "totals": [] if closed else [list(totals) for totals in generation.totals],
-        "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
-        "loss": trainer._tr_loss.clone(),
-        "_total_loss_scalar": trainer._total_loss_scalar,
-        "_globalstep_last_logged": trainer._globalstep_last_logged,
-        "group_means": trainer._group_means.to_list(),
-        "drawn": 0 if trainer.collector.dynamic is None else trainer.collector.dynamic.prompts.drawn,
-        "silence": trainer._advantage_monitor.to_list(),
-        "silence_warned": trainer._advantage_monitor.warned,
-        "drift": [] if trainer._drift is None else trainer._drift.to_list(),
-    }
 
 
 def table_of(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,27 +192,22 @@ def load_renamed(model: PreTrainedModel, folder: Path, missing: Sequence[str]) -
 # A reference that follows the policy (`sync_ref_model`).
 
 
-def _reference_file(trainer: Any, folder: Path) -> Path:
-    sharded = any(is_sharded(parameter) for parameter in _reference(trainer).values())
-    return folder / (f"reference_{trainer.accelerator.process_index}.pt" if sharded else "reference.pt")
+def _reference_file(folder: Path, rank: int, parameters: Mapping[str, Any]) -> Path:
+    return folder / (f"reference_{rank}.pt" if any(map(is_sharded, parameters.values())) else "reference.pt")
 
 
-def _reference(trainer: Any) -> dict[str, Any]:
-    follows = trainer.args.sync_ref_model and trainer.ref_model is not None
-    return dict(trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters()) if follows else {}
-
-
-def _write_reference(trainer: Any, folder: Path) -> None:
-    parameters, path = _reference(trainer), _reference_file(trainer, folder)
-    if parameters and (trainer.args.should_save or path.name != "reference.pt"):
+def write_reference(folder: Path, rank: int, parameters: Mapping[str, Any], *, saves: bool) -> None:
+    """Write parameters; where none is split, the process that `saves` does."""
+    path = _reference_file(folder, rank, parameters)
+    if parameters and (saves or path.name != "reference.pt"):
         torch.save({name: local(parameter) for name, parameter in parameters.items()}, path)
 
 
-def _restore_reference(trainer: Any, folder: Path) -> None:
-    parameters = _reference(trainer)
+def read_reference(folder: Path, rank: int, parameters: Mapping[str, Any]) -> None:
+    """Set parameters to what `write_reference` wrote."""
     if not parameters:
         return
-    saved = torch.load(_reference_file(trainer, folder), map_location="cpu", weights_only=True)
+    saved = torch.load(_reference_file(folder, rank, parameters), map_location="cpu", weights_only=True)
     with torch.no_grad():
         for name, parameter in parameters.items():
             local(parameter).copy_(saved[name])

@@ -133,23 +133,25 @@ def add_ess(metrics: MutableMapping[str, list[float]]) -> None:
 
 
 def row_record(
-    rewards: Tensor, total: Tensor, completion_ids: Sequence[Sequence[int]], first_row: int, group: int
+    rewards: Tensor, total: Tensor, completion_ids: Sequence[Sequence[int]], rank: int, group: int
 ) -> Tensor:
     """Return the record of this process's rows: numbers of their text and group here, length, total, rewards.
 
     Args:
-        rewards: this process's, [rows, functions].
-        total: this process's, [rows].
-        completion_ids: sampled tokens.
-        first_row: the number of the first row, over all processes.
+        rewards: of all processes, [completions, functions].
+        total: of all processes, [completions].
+        completion_ids: sampled tokens of this one, which has as many as each other.
+        rank: of this process.
         group: completions of a prompt.
     """
-    groups = [(first_row + i) // group - first_row // group for i in range(len(completion_ids))]
+    count = len(completion_ids)
+    first, mine = rank * count, slice(rank * count, (rank + 1) * count)
+    groups = [(first + i) // group - first // group for i in range(count)]
     seen: dict[tuple[int, ...], int] = {}
     texts = [seen.setdefault((of, *ids), len(seen)) for of, ids in zip(groups, completion_ids, strict=True)]
     known = [texts, groups, [len(ids) for ids in completion_ids]]
     columns = torch.tensor(known, dtype=torch.float64).T
-    return torch.cat([columns, total[:, None], rewards], dim=1)[..., None]
+    return torch.cat([columns, total[mine, None], rewards[mine].double()], dim=1)[..., None]
 
 
 def row_sums(batches: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, tuple[float, ...]]:

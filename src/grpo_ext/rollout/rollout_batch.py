@@ -1,4 +1,4 @@
-"""`Collected`: one generation of one process, from the dataset's rows to their rewards, as one object."""
+"""`RolloutBatch`: the rollouts of one process for one generation, from the dataset's rows to their rewards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,32 +28,17 @@ class Generated(NamedTuple):
     images: list[Any] | None
     tool_images: list[Any]
 
-
-@dataclass(frozen=True)
-class Finished:
-    """Rows that the background has completed, one entry per row, for TRL's hooks to return once they are scored."""
-
-    completion_ids: list[list[int]]
-    logprobs: list[list[float | None]] | None
-    """Log-probabilities of the sampled tokens, as TRL takes them; None where the trajectories have them."""
-    completions: list[Any]
-    """Completions as reward functions see them."""
-    scored: Mapping[str, Any] = field(default_factory=dict)
-    """A `rewards.containment.Scored` for each reward function by name; models are scored on the main thread."""
-    kept: list[Tensor] = field(default_factory=list)
-    """The sets that a truncated sampler drew from, as in `Collected`."""
-    played: Sequence[tuple[Trajectory, Any]] = ()
-    """Trajectories with the figures of their attempts, where environments were played."""
-    seconds: float = 0.0
-    """Seconds that it took."""
+    def has(self, completions: list[Any], completion_ids: list[list[int]]) -> bool:
+        """Return whether these are its completions."""
+        return (self.completions, self.completion_ids) == (completions, completion_ids)
 
 
 @dataclass
-class Collected:
-    """One generation: what was sampled or played, and scored, in the order in which it is filled."""
+class RolloutBatch:
+    """Rollouts, one per row, in the order in which the fields are filled."""
 
     rows: list[dict[str, Any]]
-    """Rows of the dataset, one per completion; later with the columns of a rollout function."""
+    """Rows of the dataset; later with the columns of a rollout function."""
     attempts: Sequence[AttemptId] = ()
     """The attempt that each row is; its random numbers are derived from it."""
     prompts: list[Any] = field(default_factory=list)
@@ -63,10 +48,12 @@ class Collected:
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.kept`."""
     images: list[RowImages] = field(default_factory=list)
     """The images of each row, as in `packing.images`; empty where no row has any."""
-    turns_by_reward: dict[str, list[list[float] | None]] = field(default_factory=dict)
-    """Per-turn rewards of all rows by reward function, as the functions returned them."""
-    errors: list[str] = field(default_factory=list)
-    """Messages of reward functions whose failure ends the run."""
+    played: Sequence[tuple[Trajectory, Any]] = ()
+    """Trajectories with the figures of their attempts, where environments were played."""
+    scored: Mapping[str, Any] = field(default_factory=dict)
+    """A `rewards.containment.Scored` for each reward function by name; models are scored on the main thread."""
+    seconds: float = 0.0
+    """Seconds that completing and scoring took, where that was done ahead of training."""
     rewards: Tensor | None = None
     """Rewards of all processes, [completions, functions], on the CPU, once known; NaN where one was not scored."""
     turn_rewards: list[TurnRewards] = field(default_factory=list)
@@ -75,8 +62,6 @@ class Collected:
     """Tokens of the completions that were scored, which a subclass may have changed."""
     logged: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions logged for the table of completions."""
-    ready: Finished | None = None
-    """The background's results for the rows; None where they are generated now."""
 
     @property
     def lists(self) -> dict[str, list[Any]]:

@@ -1,0 +1,107 @@
+"""`Log`: what a trainer logs, in the containers that TRL writes out and empties at each log."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers import TrainerState
+
+from grpo_ext.errors import without_secrets
+from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
+
+
+@dataclass(frozen=True)
+class Log:
+    """Figures of training and of evaluations, and the table of completions."""
+
+    figures: Mapping[str, dict[str, list[float]]]
+    """TRL's `_metrics`: by mode, the values since the last log, whose mean is logged."""
+    table: Mapping[str, Any]
+    """TRL's `_logs`."""
+    of_rewards: dict[str, list[float]]
+    """TRL's `_pending_metrics`: what this process's reward functions have logged of a generation."""
+    is_training: Callable[[], bool]
+    accelerator: Accelerator
+
+    @property
+    def mode(self) -> str:
+        """The figures' key now: "train" or "eval"."""
+        return "train" if self.is_training() else "eval"
+
+    def add(self, name: str, value: float) -> None:
+        """Log a figure."""
+        self.figures[self.mode][name].append(value)
+
+    def add_all(self, figures: Mapping[str, float]) -> None:
+        """Log figures."""
+        for name, value in figures.items():
+            self.add(name, value)
+
+    def add_lengths(self, made: Generated, ends: Collection[int], state: TrainerState) -> None:
+        """Log the lengths of the completions of all processes as TRL's `_generate` does; collective.
+
+        Args:
+            made: of this process.
+            ends: tokens that end a completion, with padding.
+            state: of the trainer, which counts tokens in training.
+
+        Raises:
+            RuntimeError: there are no completions.
+        """
+        lengths = [len(ids) if made.tool_mask is None else sum(made.tool_mask[i]) for i, ids in enumerate(made[1])]
+        cut = [ids[-1] not in ends for ids in made.completion_ids]
+        local = torch.tensor([[*map(len, made.prompt_ids)], lengths, cut], device=self.accelerator.device).T
+        prompts, completions, is_cut = self.accelerator.gather(local.contiguous()).unbind(dim=1)
+        if not len(completions):
+            raise RuntimeError("no completions were generated: see the log of what samples.")
+        if self.mode == "train":
+            state.num_input_tokens_seen += int((prompts.sum() + completions.sum()).item())
+        self.figures[self.mode]["num_tokens"] = [state.num_input_tokens_seen]
+        self.add("completions/clipped_ratio", is_cut.float().mean().item())
+        ended = completions[is_cut == 0] if (is_cut == 0).any() else completions.new_zeros(1)
+        for kind, values in (("", completions.float()), ("terminated_", ended.float())):
+            for figure in ("mean", "min", "max"):
+                self.add(f"completions/{figure}_{kind}length", getattr(values, figure)().item())
+
+    def add_figures_of_rewards(self) -> None:
+        """Log what the reward functions of all processes have logged, each as a mean over its values; collective."""
+        for name in sorted(set(gather_object(list(self.of_rewards)))):
+            mine = self.of_rewards.get(name, [])
+            pair = torch.tensor([sum(mine), len(mine)], dtype=torch.float32, device=self.accelerator.device)
+            total, known = self.accelerator.gather(pair).view(-1, 2).sum(dim=0).tolist()
+            self.add(name, total / known)
+        self.of_rewards.clear()
+
+    def add_completions(
+        self,
+        batch: RolloutBatch,
+        prompts: Iterable[Any],
+        advantages: Sequence[float],
+        reward_names: Sequence[str],
+        *,
+        images: bool,
+    ) -> None:
+        """Add the completions of all processes to the table; collective.
+
+        Args:
+            batch: this process's, with the rewards of all.
+            prompts: of the same rows, as they are shown.
+            advantages: of all processes' completions.
+            reward_names: of the columns of the rewards.
+            images: whether images are shown.
+        """
+        made, table, count = batch.generated, self.table, len(batch.rows)
+        assert made is not None
+        assert batch.rewards is not None
+        table["prompt"].extend(gather_object(without_secrets(list(prompts))))
+        table["completion"].extend(gather_object(without_secrets(made.completions)))
+        for name, values in zip(reward_names, batch.rewards.T.tolist(), strict=True):
+            table["rewards"][name].extend(values)
+        table["advantages"].extend(advantages)
+        for column in sorted(set(gather_object(list(batch.logged)))):  # in the same order on all processes
+            table["extra"][column].extend(gather_object(without_secrets(batch.logged.get(column, [None] * count))))
+        if made.images is not None and images:
+            table["images"].extend(gather_object(made.images))

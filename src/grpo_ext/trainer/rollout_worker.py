@@ -1,0 +1,316 @@
+"""`RolloutWorker`: completes and scores this process's rows, in the main thread or in the background.
+
+Collectives, metrics and TRL's own code stay on the main thread. A request holds all that is read here: while a worker
+runs in the background, the main thread may change the rest.
+"""
+
+import copy
+import time
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState
+from trl.chat_template_utils import parse_response
+from trl.data_utils import is_conversational
+
+from grpo_ext.data.chat_template import splits_reasoning
+from grpo_ext.environments.attempt import AttemptLimits
+from grpo_ext.environments.engine import TurnEngine
+from grpo_ext.environments.rendering import Renderer
+from grpo_ext.objective.trajectory import COLUMN, batch
+from grpo_ext.rewards.containment import scored_by
+from grpo_ext.rollout.background import Background
+from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
+from grpo_ext.rollout.samplers import Sampled, Sampler
+from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.rollout.trajectories import completions_seen, fill_empty
+from grpo_ext.rollout.turn_engines import WaveEngine
+from grpo_ext.trainer.acting import Acting
+
+Row = dict[str, Any]
+Logprobs = list[list[float | None]]
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns of a row that TRL does not pass to rewards under their own name."""
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Rows to complete and score.
+
+    Attributes:
+        rows: of the dataset.
+        prompts: of the rows, as the model gets them.
+        prompt_ids: tokens of the prompts; empty where environments are played.
+        attempts: identity of each row's attempt.
+        limit: most tokens of a completion.
+        limits: of each attempt at an environment; None where none is played.
+        version: number of the weights that sample, as published to the sampler; None: the policy's own.
+        step: optimizer steps that made these weights.
+        fields: further inputs of a model that takes images, by row.
+        group: number of consecutive rows that have one prompt.
+        trains: whether the rollouts train, so that what the sampler drew from is kept.
+        records: whether the log-probabilities of the draws are.
+    """
+
+    rows: Sequence[Row]
+    prompts: list[Any]
+    prompt_ids: list[list[int]]
+    attempts: Sequence[AttemptId]
+    limit: int
+    limits: AttemptLimits | None
+    version: int | None
+    step: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    group: int = 1
+    trains: bool = True
+    records: bool = True
+
+
+class Source(Protocol):
+    """Samples for a worker."""
+
+    def sample(self, request: RolloutRequest) -> list[Sampled]:
+        """Sample a completion for each row."""
+
+    def turns(self, request: RolloutRequest) -> AbstractContextManager[TurnEngine]:
+        """Return what samples the turns of conversations with environments."""
+
+
+class PublishedWeights:
+    """A sampler that runs beside training, by the published weights that a request names.
+
+    Args:
+        sampler: of this process.
+        waits: whether a wave of turns waits until all environments have answered.
+    """
+
+    def __init__(self, sampler: Sampler, *, waits: bool) -> None:
+        self.sampler, self.waits = sampler, waits
+
+    def sample(self, request: RolloutRequest) -> list[Sampled]:
+        """Sample a completion for each row."""
+        assert request.version is not None
+        streams = [attempt.stream() for attempt in request.attempts]
+        return self.sampler.sample(request.version, request.prompt_ids, [request.limit] * len(streams), streams)
+
+    @contextmanager
+    def turns(self, request: RolloutRequest) -> Iterator[TurnEngine]:
+        """Return what samples the turns of conversations with environments."""
+        assert request.version is not None
+        sample = partial(self.sampler.sample, request.version)
+        yield WaveEngine(sample, request.step, request.attempts, waits=self.waits)
+
+
+class RolloutWorker:
+    """Completes and scores the rows of requests.
+
+    Args:
+        source: samples.
+        scorers: the rewards, as `rewards.containment.scorer_of` returns them.
+        processing_class: of the trainer, or a copy: two threads must not use one tokenizer.
+        ends: tokens that end a completion, with padding.
+        eos_token_id: fills an empty completion.
+        acting: environments, if there are any.
+        options: `chat_template_kwargs`.
+        loop: TRL's event loop, where a reward is async.
+        waiting: entered while environments answer.
+        timed: entered around the call of each reward function, with its name.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        scorers: Sequence[Any],
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        *,
+        ends: Collection[int],
+        eos_token_id: int,
+        acting: Acting | None = None,
+        options: Mapping[str, Any] | None = None,
+        loop: AbstractEventLoop | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        self.source, self.scorers, self.ends, self.acting = source, list(scorers), ends, acting
+        self.eos_token_id, self.options, self.loop = eos_token_id, options or {}, loop
+        self.waiting, self.timed = waiting, timed
+        self._processing: Any = processing_class
+        self._tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+
+    def complete(self, request: RolloutRequest) -> RolloutBatch:
+        """Sample the completions of a request, or play its environments, whose log-probabilities come later.
+
+        They are used where all processes know them.
+        """
+        began = time.monotonic()
+        made = self._sampled(request) if self.acting is None else self._played(request, self.acting)
+        return replace(made, seconds=time.monotonic() - began)
+
+    def score(self, columns: Mapping[str, Any], ready: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return a `Scored` for each function that has none `ready`, and what is; models score on the main thread."""
+        ready = ready or {}
+        missing = [scorer for scorer in self.scorers if getattr(scorer, "__name__", None) not in ready]
+        return {**ready, **scored_by(missing, columns, self.loop, self.timed)}
+
+    def sampled(
+        self, request: RolloutRequest
+    ) -> tuple[list[list[int]], list[list[float | None]] | None, list[Tensor]]:
+        """Return the sampled tokens of each row, their log-probabilities if all are known, and kept sets."""
+        sampled = self.source.sample(request)
+        ids = [list(one.ids) for one in sampled]
+        known = request.records and all(one.logps is not None for one in sampled)
+        logprobs = [list(one.logps or ()) for one in sampled] if known else None
+        fill_empty(ids, logprobs, self.eos_token_id)
+        return ids, logprobs, [one.kept for one in sampled if one.kept is not None and request.trains]
+
+    def _sampled(self, request: RolloutRequest) -> RolloutBatch:
+        ids, logprobs, kept = self.sampled(request)
+        texts = self._texts(request.prompts, request.prompt_ids, ids)
+        generated = Generated(request.prompt_ids, ids, None, texts, logprobs, {}, None, [])
+        return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, kept)
+
+    def _played(self, request: RolloutRequest, acting: Acting) -> RolloutBatch:
+        assert request.limits is not None
+        renderer = Renderer(self._tokenizer, self.options)
+        with self.source.turns(request) as engine:
+            played = acting.play(request.rows, request.attempts, engine, request.limits, renderer, self.waiting)
+        trajectories = [trajectory for trajectory, _ in played]
+        made = batch(trajectories, self.ends, logprobs=False)
+        fill_empty(made.completion_ids, None, self.eos_token_id)
+        texts = self._texts(request.prompts, made.prompt_ids, made.completion_ids)
+        lists = made.prompt_ids, made.completion_ids, made.tool_mask
+        seen, extra = completions_seen(trajectories, texts), {COLUMN: trajectories}
+        generated = Generated(*lists, seen, None, extra, None, [])
+        return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, played=played)
+
+    def _texts(self, prompts: Sequence[Any], prompt_ids: list[list[int]], ids: list[list[int]]) -> list[Any]:
+        """Decode completions as TRL does."""
+        if not is_conversational({"prompt": prompts[0]}):
+            return list(self._processing.batch_decode(ids, skip_special_tokens=True))
+        if splits_reasoning(self._tokenizer):
+            pairs = zip(ids, prompt_ids, strict=True)
+            return [[parse_response(self._tokenizer, one, prefix=prompt, tools=[])] for one, prompt in pairs]
+        texts = self._processing.batch_decode(ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def columns_of(
+    rows: Sequence[Row],
+    prompts: list[Any],
+    completions: list[Any],
+    completion_ids: list[list[int]],
+    state: TrainerState,
+    environments: Sequence[Any] | None = None,
+) -> dict[str, Any]:
+    """Return what TRL passes to a reward function, without callbacks."""
+    given = {name: [row[name] for row in rows] for name in rows[0] if name not in _NOT_COLUMNS}
+    batch_of = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+    of_trl = {} if environments is None else {"environments": environments}
+    return {**given, **batch_of, "trainer_state": state, **of_trl}
+
+
+class Submitted(NamedTuple):
+    """The background's results for a request; each future gets its result, or the exception that ended it."""
+
+    completed: Future[RolloutBatch]
+    """Completions without scores."""
+    finished: Future[RolloutBatch]
+
+    def made(self) -> RolloutBatch | None:
+        """Return what is there by now: completions with scores, or without; None if there are no completions."""
+        ended = (future for future in (self.finished, self.completed) if future.done() and not future.exception())
+        return next((future.result() for future in ended), None)
+
+
+def done(result: RolloutBatch) -> Submitted:
+    """Return the results of a request that was finished before."""
+    future: Future[RolloutBatch] = Future()
+    future.set_result(result)
+    return Submitted(future, future)
+
+
+class Asked(NamedTuple):
+    """A request with the state that its reward functions see."""
+
+    request: RolloutRequest
+    state: TrainerState
+
+
+class BackgroundWorker:
+    """Two threads: one completes requests, the other scores what is complete, both in the order of the requests.
+
+    The second waits for the first, which waits for the sampler and for environments. Neither waits for the main
+    thread.
+    """
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        self.worker = worker
+        self._completing = Background(worker.complete)
+        self._scoring: Background[tuple[Asked, Future[RolloutBatch]], RolloutBatch] = Background(self._scored)
+
+    def _scored(self, given: tuple[Asked, Future[RolloutBatch]]) -> RolloutBatch:
+        (request, state), completed = given
+        made = completed.result()
+        began, generated = time.monotonic(), made.generated
+        assert generated is not None
+        rows = [dict(row) for row in request.rows]
+        for row, (trajectory, _) in zip(rows, made.played, strict=False):
+            row[COLUMN] = trajectory
+        prompts = [row["prompt"] for row in rows]
+        columns = columns_of(rows, prompts, generated.completions, generated.completion_ids, state)
+        scored = self.worker.score(columns)
+        return replace(made, scored=scored, seconds=made.seconds + time.monotonic() - began)
+
+    def submit(self, asked: Asked, made: RolloutBatch | None = None) -> Submitted:
+        """Queue a request, or only the scoring of what was `made` of it."""
+        completed = self._completing.submit(asked.request) if made is None else done(made).completed
+        return Submitted(completed, self._scoring.submit((asked, completed)))
+
+    def stop(self) -> None:
+        """Begin no further request; see `close`."""
+        self._completing.stop()
+        self._scoring.stop()
+
+    def wait(self) -> None:
+        """Wait until all requests have ended."""
+        self._scoring.wait()
+
+    def wait_for_samples(self) -> None:
+        """Wait until no request needs the sampler; some may still be scored."""
+        self._completing.wait()
+
+    def close(self) -> None:
+        """End both threads; requests that have not begun fail."""
+        self._completing.close()
+        self._scoring.close()
+
+
+def worker_of(
+    trainer: Any,
+    source: Source,
+    scorers: Sequence[Any],
+    *,
+    copies: bool,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> RolloutWorker:
+    """Return a worker for a trainer, with a copy of its tokenizer if it is to run in the background."""
+    processing = trainer.processing_class
+    return RolloutWorker(
+        source,
+        scorers,
+        copy.deepcopy(processing) if copies else processing,
+        ends={*trainer.eos_token_ids, trainer._tokenizer.pad_token_id},
+        eos_token_id=trainer._tokenizer.eos_token_id,
+        acting=trainer.acting,
+        options=trainer.chat_template_kwargs,
+        loop=getattr(trainer, "async_loop", None),
+        waiting=waiting,
+        timed=timed,
+    )
