@@ -11,13 +11,12 @@ from grpo_ext.rewards.library.math_copies import copied, question_of
 from grpo_ext.rewards.library.math_equality import MathValue, equal, readable
 from grpo_ext.rewards.library.math_marks import Found, answer_of, answer_part, find
 from grpo_ext.rewards.library.math_notation import in_point_notation, tidy
-from grpo_ext.rewards.library.math_values import read, stated
+from grpo_ext.rewards.library.math_values import closing, read, stated
 from grpo_ext.rewards.text import Completion
 
 OUT_OF_TIME = "[time limit]"
 NO_ANSWER = "[no answer]"
 _MOST_VALUES = 8
-_BEGINS = re.compile(r"[^A-Za-z]*\d")  # with a number, not with words of a sentence
 _PAIR = re.compile(r"\A([\s$]*-?\d+)\{?,\}?(-?\d+[\s$]*)\Z")
 
 
@@ -95,11 +94,7 @@ def _read(found: Found, question: str, decimal_comma: bool, reference: Reference
         return None
     if not found.marked:
         return stated(contents[0], question)
-    values = [
-        read(content, question)
-        or (stated(content, question) if found.sentence and not _BEGINS.match(content) else None)
-        for content in contents
-    ]
+    values = [read(content, question) or closing(content, question) for content in contents]
     first = values[0] if values else None
     if first and all(value and (value == first or _alike(first, value)) for value in values[1:]):
         return first

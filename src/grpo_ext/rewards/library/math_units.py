@@ -25,6 +25,12 @@ _WORDS = """zero one two three four five six seven eight nine ten eleven twelve 
 seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
 NUMERALS = dict(zip(_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
 NUMERALS |= {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+_SPELLED = re.compile(
+    r"\s*(?:(minus|negative)\s+)?(?:a\s+)?(N(?:(?:-|\s+|\s+and\s+)N)*)(?![\w-])".replace(
+        "N", f"(?:{'|'.join(NUMERALS)})"
+    ),
+    re.IGNORECASE,
+)
 _PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
 _PARTS |= {"eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100, "thousandth": 1000}
 _NO_NOUN = "|".join((*NUMERALS, *_PARTS, "plu", "minu", "millionth"))
@@ -94,19 +100,18 @@ def units_agree(gold: str, answer: str) -> bool:
     return first == second or not (first and second)
 
 
-def spelled(text: str) -> str | None:
-    """Return the whole number that English words spell, or None."""
-    words = re.findall("[a-z]+", text.lower()) if re.fullmatch(r"[A-Za-z\s.:*$-]{1,100}", text) else []
-    negative = words[:1] in (["minus"], ["negative"])
-    values = [NUMERALS.get(word, -1) for word in words[negative:] if word != "and"]
+def in_digits(text: str) -> str:
+    """Return a text with the whole number that English words spell at its beginning in digits."""
+    match = _SPELLED.match(text)
     total = below = 0
-    for value in values:
+    for word in re.findall(r"\b(?!and\b)[a-z]+", match[2].lower()) if match else []:
+        value = NUMERALS[word]
         if value >= 1000:
             total, below = total + (below or 1) * value, 0
         elif value == 100:
             below = (below or 1) * 100
-        elif value < 0 or 0 < below % 100 < 20 or below % (10 if value < 10 else 100) or (not value and values != [0]):
-            return None
+        elif 0 < below % 100 < 20 or below % (10 if value < 10 else 100):
+            return text
         else:
             below += value
-    return f"{'-' * negative}{total + below}" if values else None
+    return f"{'-' if match[1] else ''}{total + below}{text[match.end() :]}" if match else text
