@@ -133,12 +133,13 @@ def _reference(gold: str, decimal_comma: bool) -> Reference:
 def by_value(answers: Iterable[Hashable]) -> dict[Hashable, Hashable]:
     r"""Return for each answer, as a `Judgement` has it, the first one of its value: \frac12 and 0.5 are one."""
     first: dict[Hashable, Hashable] = {}
-    kept: list[tuple[Hashable, MathValue]] = []
+    kept: dict[Hashable, MathValue | None] = {}
     for answer in sorted(answers, key=str):
         value = read(str(answer))
-        first[answer] = next((other for other, known in kept if value and _alike(known, value)), answer)
-        if value and first[answer] == answer:
-            kept.append((answer, value))
+        first[answer] = next(
+            (other for other, known in kept.items() if value and known and _alike(known, value)), answer
+        )
+        kept.setdefault(first[answer], value)
     return first
 
 

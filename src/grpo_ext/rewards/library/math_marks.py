@@ -95,7 +95,7 @@ _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}|\\q?quad(?![
 _TOUCHED_BEFORE = re.compile(
     r"(?:(?<=[\w}\)\]$])[ $]*[-+*/^]|(?<![^\s$=])[-−√]|\\(?:cdot|times|pm|sqrt|frac|neg|ne)|[\d√^])[\s$]*\Z"
 )
-_TOUCHED_AFTER = re.compile(r"\s*(?:[\^!*/+\d]|-\s*\d|\\(?:cdot|times|pm|frac)(?![A-Za-z]))")
+_TOUCHED_AFTER = re.compile(r"\s*(?:[\^!*/+\d]|-\s*\d|\.\d|\\(?:cdot|times|pm|frac)(?![A-Za-z]))")
 _NESTED = re.compile(r"\A\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*\Z", re.DOTALL)
 _VALUE_LINE = re.compile(r"(?!\d+[.)] +[A-Za-z])(?:[^A-Za-z]*\d|\\[A-Za-z]|[A-Za-z]\w* *=|\W*[A-Z]\W*\Z)")
 _LONGEST, _MOST_MARKS = 200, 50

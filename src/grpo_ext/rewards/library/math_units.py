@@ -16,24 +16,23 @@ _PART = re.compile(
     r"\s*(?:(square|cubic|sq)\.?\s+)?([^\W\d_]+|[$€£])\.?(?:(?:\s*\^\s*\{?\s*)?(?<!\s)(-?[123])(?!\d)\s*\}?)?(?:\s*[*·]\s*|\s+)?"
 )
 _RATE = re.compile(r"\s*(?:/|(?<![A-Za-z])(?:per|an?|each|every)(?![A-Za-z]))\s*")
-_REWRITES = (
-    *((r"\A\s*\((.*)\)\s*\Z", r"\1"), (r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2")),
-    *((r"\\Omega", "Ω"), (r"\\mu ?", "μ")),
-)
+_REWRITES = {
+    r"\A\s*\((.*)\)\s*\Z": r"\1",
+    r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}": r"\1/\2",
+    r"\\Omega": "Ω",
+    r"\\mu ?": "μ",
+}
 _POWER = {"square": "2", "sq": "2", "cubic": "3"}
 _WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
 NUMERALS = dict(zip(_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
 NUMERALS |= {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+_NUMERAL = f"(?:{'|'.join(NUMERALS)})"
 _SPELLED = re.compile(
-    r"\s*(?:(minus|negative)\s+)?(?:a\s+)?(N(?:(?:-|\s+|\s+and\s+)N)*)(?![\w-])".replace(
-        "N", f"(?:{'|'.join(NUMERALS)})"
-    ),
-    re.IGNORECASE,
+    rf"\s*(?:(minus|negative)\s+)?(?:a\s+)?({_NUMERAL}(?:(?:-|\s+|\s+and\s+){_NUMERAL})*)(?![\w-])", re.IGNORECASE
 )
-_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
-_PARTS |= {"eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100, "thousandth": 1000}
-_NO_NOUN = "|".join((*NUMERALS, *_PARTS, "plu", "minu", "millionth"))
+_PARTS = "half|halve|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth"
+_NO_NOUN = "|".join((*NUMERALS, _PARTS, "plu", "minu"))
 _NOUN = re.compile(
     rf"(?!(?:{_NO_NOUN})s?\Z)(?:[a-z]{{3,}}(?<![sui])s|people|children|(?:wo)?men|fish|sheep)|[个個개つ人명名]"
 )
@@ -45,7 +44,7 @@ def unit_of(text: str, question: str = "") -> str | None:
     Known are units of measure and their products, powers and rates, one English noun in the plural, and words that the
     question has, all of them.
     """
-    for pattern, replacement in _REWRITES:
+    for pattern, replacement in _REWRITES.items():
         text = re.sub(pattern, replacement, text).strip(" .")
     if not text or _is_asked(text, question):
         return _product(text) or ""

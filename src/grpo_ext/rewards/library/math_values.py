@@ -202,7 +202,7 @@ def solution(parts: list[str]) -> tuple[str, str] | None:
 def _formula(text: str, question: str) -> MathValue | None:
     """Return the whole text as one value: a number or formula with its unit, or a formula without words."""
     unit = None
-    if (split := _WITH_UNIT.fullmatch(text)) and (unit := _unit(*split.groups(), question)) is not None:
+    if (split := _WITH_UNIT.fullmatch(text)) and (unit := _unit(split[1], split[2], question)) is not None:
         text = split[1]
     text = re.sub(r"(\d+)\s+(\d+)/(\d+)", lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
     text = _AND.sub(", ", text)
