@@ -286,7 +286,7 @@ def test_references_that_are_no_strings(gold, score):
     ("text", "read"),
     [
         ('The sum:\n```json\n{"reasoning": "3 + 4", "answer": "12"}\n```', "12"),
-        ('{"answer": "\\\\frac{1}{2}"}', "1/2"),
+        ('{"answer": "\\\\frac{1}{2}"}', r"\frac{1}{2}"),
         ('{"reply": {"answer": ["12"]}}', "12"),
         ('{"a": 12, "b": 13}', None),
         ("<b>3</b> and\n<final_answer>12</final_answer>.", "12"),

@@ -117,11 +117,11 @@ def accuracy(
     r"""1.0 where the final answer equals `solution` by math-verify, else 0.0; None where `solution` cannot tell.
 
     The final answer is what a mark holds: `<answer>...</answer>`, then \boxed{...}, then a line `#### N`, then what
-    follows "answer is"; or else the whole text, or a last sentence that ends with "is N" or "= N". `read` (tag, boxed,
-    hash, last) admits only one of them. A mark is read whole or not at all, and several values, a denial and answers
-    inside the reasoning are no answer. An equation matches an equation that it is a multiple of, `x = 5` matches 5,
-    and a list is compared as a whole. An answer that repeats the text of `solution` is right; where its value cannot
-    be read, any other is None. Details: `math_marks.find`, `math_values.read`, `math_equality.equal`.
+    follows "answer is"; or else the whole text, or a last sentence of one clause: "So the total is N.", "x = N.".
+    `read` (tag, boxed, hash, last) admits only one of them. A mark is read whole or not at all, and several values, a
+    denial and answers inside the reasoning are no answer. An equation matches an equation that it is a multiple of, `x
+    = 5` matches 5, and a list is compared as a whole. An answer that repeats the text of `solution` is right; where
+    its value cannot be read, any other is None. Details: `math_marks.find`, `math_values.read`, `math_equality.equal`.
 
     A completion of `max_length` tokens, which was cut off, is None where it has no mark. One that repeats the
     question's own calculation is 0, and so is one that repeats its formula, unless `copied_formulas` (see

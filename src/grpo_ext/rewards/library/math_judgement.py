@@ -11,13 +11,12 @@ from grpo_ext.rewards.library.math_copies import copied, question_of
 from grpo_ext.rewards.library.math_equality import MathValue, equal, readable
 from grpo_ext.rewards.library.math_marks import Found, answer_of, answer_part, find
 from grpo_ext.rewards.library.math_notation import in_point_notation, tidy
-from grpo_ext.rewards.library.math_values import read, stated
+from grpo_ext.rewards.library.math_values import closing, read, stated
 from grpo_ext.rewards.text import Completion
 
 OUT_OF_TIME = "[time limit]"
 NO_ANSWER = "[no answer]"
 _MOST_VALUES = 8
-_BEGINS = re.compile(r"[^A-Za-z]*\d")  # with a number, not with words of a sentence
 _PAIR = re.compile(r"\A([\s$]*-?\d+)\{?,\}?(-?\d+[\s$]*)\Z")
 
 
@@ -95,11 +94,7 @@ def _read(found: Found, question: str, decimal_comma: bool, reference: Reference
         return None
     if not found.marked:
         return stated(contents[0], question)
-    values = [
-        read(content, question)
-        or (stated(content, question) if found.sentence and not _BEGINS.match(content) else None)
-        for content in contents
-    ]
+    values = [read(content, question) or closing(content, question) for content in contents]
     first = values[0] if values else None
     if first and all(value and (value == first or _alike(first, value)) for value in values[1:]):
         return first
@@ -138,12 +133,13 @@ def _reference(gold: str, decimal_comma: bool) -> Reference:
 def by_value(answers: Iterable[Hashable]) -> dict[Hashable, Hashable]:
     r"""Return for each answer, as a `Judgement` has it, the first one of its value: \frac12 and 0.5 are one."""
     first: dict[Hashable, Hashable] = {}
-    kept: list[tuple[Hashable, MathValue]] = []
+    kept: dict[Hashable, MathValue | None] = {}
     for answer in sorted(answers, key=str):
         value = read(str(answer))
-        first[answer] = next((other for other, known in kept if value and _alike(known, value)), answer)
-        if value and first[answer] == answer:
-            kept.append((answer, value))
+        first[answer] = next(
+            (other for other, known in kept.items() if value and known and _alike(known, value)), answer
+        )
+        kept.setdefault(first[answer], value)
     return first
 
 

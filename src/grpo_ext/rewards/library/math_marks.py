@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from grpo_ext.rewards.library.math_notation import ascii_signs
+from grpo_ext.rewards.library.math_notation import PERCENT, ascii_signs
+from grpo_ext.rewards.library.math_units import unit_of
 from grpo_ext.rewards.text import END_TOKEN, boxes
 
 PLACES = ("auto", "tag", "boxed", "hash", "last")
@@ -50,21 +51,28 @@ def _one_of(words: list[str]) -> str:
     return "|".join(word if "\u0e00" <= word[0] <= "\uffff" else rf"(?<!\w)(?:{word})(?!\w)" for word in words)
 
 
+_NAMED = re.compile(_one_of(_WORDS), re.IGNORECASE)
 _PHRASE = re.compile(
-    rf"(?:{_one_of(_WORDS)})(?:(?P<gap>[^\d\n:：=—.。,，;]{{0,40}}?)(?:(?P<is>{_one_of(_COPULAS)})\s*[:：]?|=>|[:：=—–→]|\s-\s|->)"
+    rf"(?:{_NAMED.pattern})(?:(?P<gap>(?:[\s*_][^\d\n:：=—.。,，;]{{0,40}}?)?)(?:(?P<is>{_one_of(_COPULAS)})\s*[:：]?|=>|[:：=—–→]|\s-\s|->)"
     r"|[\s*_]*(?=[\"'“(]*(?:[-\d\\$(]|[^\W\d_](?=\W*(?:\n|\Z)|[).:,]|['’]))))",
     re.IGNORECASE,
 )
 _CLOSED = re.compile(rf"\s*['’]?(?:{'|'.join(_CLOSINGS)})[.。]?\Z")
 DENIAL = re.compile(_one_of(_DENIALS), re.IGNORECASE)
-# A denial before a box, without a verb between, and one that follows it.
-_DENIED = re.compile(rf"(?:{DENIAL.pattern})(?!.*\b(?:is|are|was|equals)\b)|(?:doubt|unlikely)\b", re.IGNORECASE)
-_REJECTED = re.compile(rf"[^\w,]*(?:\?\W*)?(?:\w+\W+){{0,3}}?(?:{DENIAL.pattern}|too\b)", re.IGNORECASE)
+# Beside a box: a denial before it, without a verb between; what states it; a denial behind it; a clause behind it.
+_DENIED = re.compile(rf"(?:{DENIAL.pattern})(?!.*\b(?:is|are|was|equals)\b)", re.IGNORECASE)
+_STATES = re.compile(rf"(?:{_one_of(_COPULAS)}|[=:])[\s$*\\(\[]*\Z", re.IGNORECASE)
+_REJECTED = re.compile(rf"[^\w,]*(?:\?\W*)?(?:\w+\W+){{0,3}}?(?:{DENIAL.pattern})", re.IGNORECASE)
+_FOLLOWED = re.compile(rf"((?:[\s$*]|\\[)\]])*)(,?)\s*(?!{PERCENT})(?<!\\)([A-Za-z][^$]*)")
 _DISPLAY = re.compile(r"\A(?:\\\[|\$\$)(.*?)(?:\\\]|\$\$)", re.DOTALL)
 _OPENED = re.compile(r"\A[\s:：]*(?:[*_]+\s+)?")
+CONNECTIVES = (
+    r"(?:(?:so|thus|hence|therefore|then|finally|and|in\s+(?:all|total)|altogether|overall|we|i|can|conclude|find|get|see|know"
+    r"|have|that|this|gives)(?!\w)[\s,:*_]*)*"
+)
+"""Words before a statement, which assert it."""
 _LEAD = re.compile(
-    r"(?:(?:so|thus|hence|therefore|then|and|the|my|our|its?|final|correct|right|required|desired|exact|numeric(?:al)?"
-    r"|we|i|can|conclude|find|get|see|know|have|that|this|gives|option|choice)(?!\w)[\W_]*)*",
+    rf"{CONNECTIVES}(?:(?:the|my|our|its?|final|correct|right|required|desired|exact|numeric(?:al)?|option|choice)(?!\w)[\s*_]*)*",
     re.IGNORECASE,
 )
 _FOREIGN_LEAD = re.compile(r"(?:[^\s\d]+\s*){0,3}")
@@ -87,7 +95,7 @@ _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}|\\q?quad(?![
 _TOUCHED_BEFORE = re.compile(
     r"(?:(?<=[\w}\)\]$])[ $]*[-+*/^]|(?<![^\s$=])[-−√]|\\(?:cdot|times|pm|sqrt|frac|neg|ne)|[\d√^])[\s$]*\Z"
 )
-_TOUCHED_AFTER = re.compile(r"\s*(?:[\^!*/+\d]|-\s*\d|\\(?:cdot|times|pm|frac)(?![A-Za-z]))")
+_TOUCHED_AFTER = re.compile(r"\s*(?:[\^!*/+\d]|-\s*\d|\.\d|\\(?:cdot|times|pm|frac)(?![A-Za-z]))")
 _NESTED = re.compile(r"\A\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*\Z", re.DOTALL)
 _VALUE_LINE = re.compile(r"(?!\d+[.)] +[A-Za-z])(?:[^A-Za-z]*\d|\\[A-Za-z]|[A-Za-z]\w* *=|\W*[A-Z]\W*\Z)")
 _LONGEST, _MOST_MARKS = 200, 50
@@ -98,14 +106,11 @@ _KEYS = ("answer", "final_answer", "ground_truth", "solution", "result", "target
 
 @dataclass(frozen=True)
 class Found:
-    """Contents of the marks of one kind, in order; `joined`: they may be one list; `marked`: not the whole text;
-    `sentence`: a content may be a sentence that ends with the answer.
-    """
+    """Contents of the marks of one kind, in order; `joined`: they may be one list; `marked`: not the whole text."""
 
     contents: tuple[str, ...]
     joined: bool = False
     marked: bool = True
-    sentence: bool = False
 
 
 NOTHING = Found(())
@@ -133,6 +138,8 @@ def _tagged(text: str) -> Found | None:
     """Return the contents of `<answer>`, or of a short tag of any other name at the end: `<SOLUTION>12</SOLUTION>`."""
     blocks = list(_BLOCK.finditer(text))
     answers = [block[2].strip() for block in blocks if block[1].lower() == "answer"]
+    if answers and _REJECTED.match(_SENTENCE.split(text[blocks[-1].end() :][:_LONGEST])[0]):
+        return NOTHING
     if not answers and blocks and not text[blocks[-1].end() :].strip(" \t\n.`"):
         content = blocks[-1][2].strip()
         answers = [content] if len(content) <= _LONGEST and "\n" not in content else []
@@ -159,14 +166,18 @@ def _boxed(text: str) -> Found | None:
     if not outer:
         return None
     outer = outer[-_MOST_MARKS:]
-    contents = [_box(text, start, end) for start, end in outer]
+    contents = [_box(text, start, end, last=end == outer[-1][1]) for start, end in outer]
     between = [text[end + 1 : text.rfind("\\", 0, start)] for (_, end), (start, _) in pairwise(outer)]
     joined = all(len(part) <= 70 and _JOIN.fullmatch(_MARKUP.sub(r"\1", part)) for part in between)
     return NOTHING if None in contents else Found(tuple(dict.fromkeys(filter(None, contents))), joined)
 
 
-def _box(text: str, start: int, end: int) -> str | None:
-    """Return the content of a box, or None if its sentence denies it or a formula goes on beside it."""
+def _box(text: str, start: int, end: int, *, last: bool) -> str | None:
+    r"""Return the content of a box, or None if its sentence denies it or a formula goes on beside it.
+
+    So it is with the last one if a clause follows ("\boxed{3}, which is a mistake") and none states it before ("it is
+    \boxed{3}, as required"), or if it is the subject of what follows: not its unit, nor "is the answer".
+    """
     opening = text.rfind("\\", 0, start)
     before = _CLAUSE.split(_SENTENCE.split(text[max(0, opening - _LONGEST) : opening])[-1])
     after = _SENTENCE.split(text[end + 1 : end + 1 + _LONGEST])[0]
@@ -174,7 +185,13 @@ def _box(text: str, start: int, end: int) -> str | None:
     denied = _DENIED.search(" ".join(before[-2:] if not before[-1].strip(" $") else before[-1:]))
     if denied or _REJECTED.match(after) or _TOUCHED_BEFORE.search(before[-1]) or _TOUCHED_AFTER.match(after):
         return None
-    return None if r"\boxed" in content else content.strip() + ("%" if re.match(r"[\s$]*\\?%", after) else "")
+    if last and (follows := _FOLLOWED.match(after)):
+        space, comma, words = follows.groups()
+        opens = not re.search(r"\w", "".join(before)) and not _NAMED.search(words)
+        if not _STATES.search(before[-1]) if comma else (opens or not space) and unit_of(words) is None:
+            return None
+    percent = "%" if re.match(rf"[\s$]*(?:{PERCENT})", after) else ""
+    return None if r"\boxed" in content else content.strip() + percent
 
 
 def _hashed(text: str) -> Found | None:
@@ -223,7 +240,7 @@ def _said(text: str) -> Found | None:
         inner = _PHRASE.search(sentence)  # "Final answer: The answer is 12."
         if inner is None or re.search(r"[\d.,;!?]", sentence[: inner.start()]):
             contents.append(sentence if plain and not denied and not inner else "")
-    return Found(tuple(dict.fromkeys(contents)), sentence=True) if contents else None
+    return Found(tuple(dict.fromkeys(contents))) if contents else None
 
 
 def _unmarked(text: str) -> Found | None:

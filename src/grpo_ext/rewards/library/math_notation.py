@@ -6,11 +6,11 @@ import re
 import unicodedata
 from typing import Any
 
+PERCENT = r"\\?%|\bper ?cent\b|\bpct\b"
+_TIE = r"(?<=[\w)}])~(?=\s*[\\A-Za-z])"  # a space of LaTeX, not the sign of "about 5"
 IMPLIES = "⇒"  # between a step and its result
 # Adjacent letters that are a product, not a word or a unit.
 PRODUCT = r"(?:(?!by|up|us|at|as|yr|qt|pt|pc|cc|ct|sq|tv)[abcpqrstuvwxyz]{2}|mn|abc|xyz)(?![A-Za-z])"
-# A factor after a number: not a unit, and not the article of "5 a day".
-_FACTOR = rf"(?:(?![ai]\s+[A-Za-z]{{2}})[a-fi-kn-rt-z](?![A-Za-z'])|{PRODUCT})"
 _POWERS = {2: "hundred", 3: "thousand k тыс", 4: "万 萬 만", 5: "lakh", 6: "million mio mln млн", 7: "crore"}
 _POWERS |= {8: "亿 億 억", 9: "billion bn mrd млрд", 12: "trillion"}
 _SCALES = {name: 10**power for power, names in _POWERS.items() for name in names.split()}
@@ -52,15 +52,13 @@ _EMPHASIS = _compiled(
     (r"(?<![\w)}])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w({])", r"\2"),
 )
 _TIDY = _EMPHASIS + _compiled(
-    (r"\\(?:left|right)(?![A-Za-z])|\\[,!;: ]|[~\u00a0]|</?(?:b|u|i|em|strong)>", " "),
-    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (rf"\\(?:left|right)(?![A-Za-z])|\\[,!;: ]|\u00a0|{_TIE}|</?(?:b|u|i|em|strong)>", " "),
     (r"(?<!\\)\$|\\[()\[\]]", " "),
-    (r"\\([$%])", r"\1"),
     (r"(?<=[A-Za-z])\s*\{(\w)\}", r" \1"),
     (r"\{(\w)\}", r"\1"),
     (r"(\\[A-Za-z]+)\s+(?![A-Za-z])", r"\1"),
     (r"\s+", " "),
-    (r"(?<!\w) | (?!\w)", ""),
+    (r"(?<!\w)(?<!\d,) | (?!\w)", ""),
 )
 _CLEAN = [
     *_compiled(
@@ -69,10 +67,7 @@ _CLEAN = [
         (r"(?<!\\)\\\\(?=(?:left|right|[dt]?frac|sqrt|text|begin|end|pi|cdot|times|infty)(?![a-z]))", r"\\"),
         (r"(?<=[\w)}|])(?<![²³¹⁰-⁹])[⁺⁻]?[²³¹⁰-⁹]+", lambda m: f"^{{{_nfkc(m[0])}}}".replace("\u2212", "-")),
         (r"!=|≠", r"\\ne "),
-        (r"≤|<=(?!>)", r"\\le "),
-        (r"≥|>=", r"\\ge "),
         (r"(?<=[\w)])(?<![A-Za-z]{2})\*\*(?=[\w(-])", "^"),  # Python's power
-        (r"\^\s*(?:\(([^()^]*)\)|([-+]?(?:\d{2,}|\d*\.\d+)))", r"^{\1\2}"),
         (r"\\(?:[lr]angle|[lr]brace|colon)(?![A-Za-z])", lambda m: _NAMED_SIGNS[m[0]]),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(\\(?:mathbb|mathcal|vec)) ([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
@@ -81,17 +76,16 @@ _CLEAN = [
         (r"(?<=\d)(?:,?\\!\s?|\\,|['_\u2009\u2019\u202f])(?=\d{3}(?!\d))", ","),
         (r"\\begin\{cases\}([^&]{0,200}?)\\end\{cases\}", r"\1"),  # a system; a function of cases has signs &
         (r"\\\\(?=\s*[A-Za-z]\w*\s*=)|\\q?quad", "\n"),
-        (r"[\u00a0\u2009\u202f]|(?<!\\)\\[,!;: ]|~", " "),
+        (rf"[\u00a0\u2009\u202f]|(?<!\\)\\[,!;: ]|{_TIE}", " "),
         (r"\\(?:implies|therefore|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])|<?[-=]>|[→⇒⟹∴]", IMPLIES),
         (r"(?:,|(?<=\d))\s*(?:and )?(?:so|thus|hence|therefore)\b", IMPLIES),
         (r"(?<=[^\s$])( ?)(?:≈|\\approx(?![A-Za-z]))|∈|\\in(?![A-Za-z])", r"\1="),
         (r"\u00d7|\\(?:times|cdot)(?![A-Za-z])|(?<=[\w)%]) x (?=\\?[$\d.])|(?<=\d)x(?=\d)", "*"),
-        (r"\u00f7|\\div(?![A-Za-z])", "/"),
         (r"(?<=\d)\\?[$€£¥](?=[\d,])", " "),  # two amounts, not one number
         (r"\\[$]|[$€£¥]|\\[()\[\]]", ""),
         (r"\s+", lambda m: "\n" if "\n" in m[0] else " "),  # on runs of it later patterns would take cubic time
-        (r"\\%|\bper ?cent\b|\bpct\b", "%"),
-        (r"\^\s*(-\d+)(?![\d.{])", r"^{\1}"),
+        (PERCENT, "%"),
+        (r"\^\s*(-\d+)(?![\d{]|\.\d)", r"^{\1}"),
         (r"\\[cdt]?frac(?![A-Za-z])", r"\\frac"),
         (r"(?<=\\frac)\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"{\1\2}{\3\4}"),
     ),
@@ -111,9 +105,7 @@ _CLEAN = [
         (r"[(\[]?(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)[)\]]?", _without_commas),
         (r"∞|(?<![A-Za-z\\])inf(?:inity)?(?![A-Za-z])", r"\\infty "),
         (r"π", r"\\pi "),
-        (r"(?<=\d) ?\*? ?i(?= *(?:[-+)]|\Z))", "i"),
         (r"(?<![\w}^/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"\1 \2/\3"),
-        (rf"(?<![\w}}^])\\frac\s*\{{\s*(\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}(?!\w|\s*(?:[(\\^{{]|{_FACTOR}))", r"\1/\2"),
         (
             r"^([-+]?[1-9]\d{0,2}(?: \d{3})+)(?:[.,](\d+))?$",
             lambda m: m[1].replace(" ", "") + "." * bool(m[2]) + (m[2] or ""),
@@ -128,6 +120,7 @@ _CLEAN = [
     ),
 ]
 _QUOTED = re.compile(r"\A[\"'“„«‘](.*)[\"'”“»’‘]\Z", re.DOTALL)
+_CLOSED = re.compile(r"(?<![\s,;:*])[\s,;:*]*(?<!\.)\.?(?<!\.\.)[\s*]*\Z")
 _DECIMAL_COMMA = re.compile(r"(?<![\d.,/])(?![1-9]\d{0,2},\d{3}(?!\d))(\d+),(\d+)(?![\d/]|[.,]\d)")
 
 
@@ -145,7 +138,7 @@ def tidy(text: str) -> str:
     """Return a text without what does not change its meaning: spaces, LaTeX's dress, emphasis, closing punctuation."""
     for pattern, replacement in _TIDY:
         text = pattern.sub(replacement, text)
-    return _QUOTED.sub(r"\1", text.strip().rstrip(".,;:").strip("` "))
+    return _QUOTED.sub(r"\1", _CLOSED.sub("", text.strip()).strip("` "))
 
 
 def clean(text: str) -> str:
@@ -161,7 +154,7 @@ def clean(text: str) -> str:
         text = _DECIMAL_COMMA.sub(r"\1.\2", text)
     for pattern, replacement in _CLEAN:
         text = pattern.sub(replacement, text)
-    text = _QUOTED.sub(r"\1", text.strip().rstrip(".…,;:*").strip()).rstrip(".,;: ")
+    text = _CLOSED.sub("", _QUOTED.sub(r"\1", _CLOSED.sub("", text.strip())))
     return re.sub(r"([\[(][^\[\](),;]*);([^\[\](),;]*[\])])", r"\1,\2", text)
 
 

@@ -16,18 +16,23 @@ _PART = re.compile(
     r"\s*(?:(square|cubic|sq)\.?\s+)?([^\W\d_]+|[$€£])\.?(?:(?:\s*\^\s*\{?\s*)?(?<!\s)(-?[123])(?!\d)\s*\}?)?(?:\s*[*·]\s*|\s+)?"
 )
 _RATE = re.compile(r"\s*(?:/|(?<![A-Za-z])(?:per|an?|each|every)(?![A-Za-z]))\s*")
-_REWRITES = (
-    *((r"\A\s*\((.*)\)\s*\Z", r"\1"), (r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2")),
-    *((r"\\Omega", "Ω"), (r"\\mu ?", "μ")),
-)
+_REWRITES = {
+    r"\A\s*\((.*)\)\s*\Z": r"\1",
+    r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}": r"\1/\2",
+    r"\\Omega": "Ω",
+    r"\\mu ?": "μ",
+}
 _POWER = {"square": "2", "sq": "2", "cubic": "3"}
 _WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
 NUMERALS = dict(zip(_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
 NUMERALS |= {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
-_PARTS |= {"eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100, "thousandth": 1000}
-_NO_NOUN = "|".join((*NUMERALS, *_PARTS, "plu", "minu", "millionth"))
+_NUMERAL = f"(?:{'|'.join(NUMERALS)})"
+_SPELLED = re.compile(
+    rf"\s*(?:(minus|negative)\s+)?(?:a\s+)?({_NUMERAL}(?:(?:-|\s+|\s+and\s+){_NUMERAL})*)(?![\w-])", re.IGNORECASE
+)
+_PARTS = "half|halve|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth"
+_NO_NOUN = "|".join((*NUMERALS, _PARTS, "plu", "minu"))
 _NOUN = re.compile(
     rf"(?!(?:{_NO_NOUN})s?\Z)(?:[a-z]{{3,}}(?<![sui])s|people|children|(?:wo)?men|fish|sheep)|[个個개つ人명名]"
 )
@@ -39,7 +44,7 @@ def unit_of(text: str, question: str = "") -> str | None:
     Known are units of measure and their products, powers and rates, one English noun in the plural, and words that the
     question has, all of them.
     """
-    for pattern, replacement in _REWRITES:
+    for pattern, replacement in _REWRITES.items():
         text = re.sub(pattern, replacement, text).strip(" .")
     if not text or _is_asked(text, question):
         return _product(text) or ""
@@ -94,19 +99,18 @@ def units_agree(gold: str, answer: str) -> bool:
     return first == second or not (first and second)
 
 
-def spelled(text: str) -> str | None:
-    """Return the whole number that English words spell, or None."""
-    words = re.findall("[a-z]+", text.lower()) if re.fullmatch(r"[A-Za-z\s.:*$-]{1,100}", text) else []
-    negative = words[:1] in (["minus"], ["negative"])
-    values = [NUMERALS.get(word, -1) for word in words[negative:] if word != "and"]
+def in_digits(text: str) -> str:
+    """Return a text with the whole number that English words spell at its beginning in digits."""
+    match = _SPELLED.match(text)
     total = below = 0
-    for value in values:
+    for word in re.findall(r"\b(?!and\b)[a-z]+", match[2].lower()) if match else []:
+        value = NUMERALS[word]
         if value >= 1000:
             total, below = total + (below or 1) * value, 0
         elif value == 100:
             below = (below or 1) * 100
-        elif value < 0 or 0 < below % 100 < 20 or below % (10 if value < 10 else 100) or (not value and values != [0]):
-            return None
+        elif 0 < below % 100 < 20 or below % (10 if value < 10 else 100):
+            return text
         else:
             below += value
-    return f"{'-' * negative}{total + below}" if values else None
+    return f"{'-' if match[1] else ''}{total + below}{text[match.end() :]}" if match else text

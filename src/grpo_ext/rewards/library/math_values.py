@@ -5,16 +5,13 @@ from dataclasses import replace
 from fractions import Fraction
 
 from grpo_ext.rewards.library.math_equality import EQUALS, MAX_FORMULA, MAX_MATRIX, MathValue
-from grpo_ext.rewards.library.math_marks import DENIAL
+from grpo_ext.rewards.library.math_marks import CONNECTIVES, DENIAL
 from grpo_ext.rewards.library.math_notation import GREEK, IMPLIES, PRODUCT, clean, items_of
-from grpo_ext.rewards.library.math_units import spelled, unit_of
+from grpo_ext.rewards.library.math_units import in_digits, unit_of
 
 LONGEST = 600
 """Characters of a marked answer; a longer one is prose."""
 _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")  # the common case, which needs no cleaning
-_UNSIGNED = r"(?:\d+\s+\d+/\d+|\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3}\b)?|\.\d+)"
-_TERM = rf"(?:{_UNSIGNED}|\([-+]?{_UNSIGNED}(?:\s*[-+*/]\s*{_UNSIGNED})*\))"
-_VALUE = re.compile(rf"(?:[-+]\s?)?{_TERM}(?:\s*[-+*/]\s*-?{_TERM})*(?![\d.,:]*\d)(?P<percent>\s*%)?")
 _MONEY = re.compile(r"-?\s*\\?([$€£])\s*-?[\d.,]+|-?[\d.,]+\s*\\?([$€£])|(USD|EUR|GBP|Rs)\.?\s*-?[\d.,]+")
 # The label of an option before its value: \textbf{(B)}\ 12, "B) 12", "B. 12", "(b) 12", "D: 45".
 _OPTION = re.compile(
@@ -28,7 +25,10 @@ _RATIO = re.compile(r"\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)+")
 _LETTERS = rf"(?!{PRODUCT})[A-Za-z]{{2,}}"
 _WORD = re.compile(rf"(?<![\\A-Za-z]){_LETTERS}|(?!\\)[^\W\d_a-zA-Z\u0370-\u03ff]")
 # A formula in which no letter denotes a number, and what may be its unit.
-_WITH_UNIT = re.compile(r"\A((?:[^A-Za-z\\]|\\[A-Za-z]+)*(?:[\d})]|\\pi))(\s*[^\W\d_](?:[^\W\d_]|[\s/^{}23.])*)\Z")
+_WITH_UNIT = re.compile(
+    r"((?:[^A-Za-z\\]|\\[A-Za-z]+)*?(?:[\d})]|\\pi))(\s*(?:[^\W\d_]|\(|/(?=\s*[^\W\d_])|\\(?:frac|mu|Omega)).*)",
+    re.DOTALL,
+)
 _PHRASE = re.compile(
     r"(?=[^\W\d_]{2}|[^\x00-\u03ff])[^\W\d_](?:[^\W\d_]|[' -]|[\u0900-\u0903\u093a-\u094f\u0e31-\u0e4e]){0,59}"
 )
@@ -38,16 +38,27 @@ _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{(?:[pbBvV]?matrix|smallmatrix|ar
 _INNER, _DEEPEST = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]"), 12
 # Several numbers side by side, percent in the middle, or powers and factorials in which sympy would hang.
 _UNFIT = re.compile(
-    r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*\{?\s*-?\s*\d{4,}|\^[^-+*/=\sA-Za-z]*\^|\*\*|(?<!\d)!|(?<=\d{3})!|!!|%(?!\Z)|\?|\d'"
+    r"(?<![_\d])\d+\s+\d|\d:\s*\d|\^\s*[{(]?\s*-?\s*\d{4,}|\^[^-+*/=\sA-Za-z]*\^|\*\*|(?<!\d)!|(?<=\d{3})!"
+    r"|!!|%(?!\Z)|[?~]|\.\.|\d'"
 )
 # A date, a time or a number to a base.
 _AS_WRITTEN = re.compile(
     r"[12]\d{3}([-/])[01]?\d\1[0-3]?\d|[0-3]?\d([-/.])[0-3]?\d\2[12]\d{3}|\d{1,2}:\d\d(?::\d\d)?|\d+ ?_ ?\{? ?\d+ ?\}?"
 )
-# The end of a sentence that states a value.
-_STATED = re.compile(r"(?:\A|.*\s)(?:is|are|was|were|equals):?\s+(?=[-+\d.$\\(\u2212])", re.DOTALL)
-_SENTENCES = re.compile(r"(?<=[.!?])\s+(?![=<>*/^+-])|\n")
-_VALUE_BEFORE = re.compile(r"\b(?:is|are|was|were|equals)\s+[-+$(\\]*\d")
+_SENTENCES = re.compile(r"(?<=[.!?])\s+(?![=<>*/^+-])|\n|\s(?=(?:So|Thus|Hence|Therefore)\b)")
+# A closing sentence: one clause whose subject is a noun phrase, a symbol or a calculation; or words and a calculation.
+_IS = r"\s(?:is|are|was|were|equals):?\s"
+_SUBJECT = r"(?:the|this|that|these|those|it|there|its|his|her|their|our|my|[A-Z][a-z]+['\u2019]s)\b"
+_STATED = re.compile(
+    rf"{CONNECTIVES}(?:{_SUBJECT}(?:(?!{_IS})[^,;:?!=$]|\$[^$=]*\$)*(?:{_IS}|=)"
+    rf"|(?:[A-Za-z]|\d[\d.,\s()]*[-+*/^\u00d7][^A-Za-z=]*){_IS})\s*(?P<value>.+)",
+    re.IGNORECASE | re.DOTALL,
+)
+_WORKED_OUT = re.compile(
+    rf"{CONNECTIVES}(?:(?!\b(?:and|or)\b)[\w'\u2019 ])*\s"
+    r"(?P<value>[\d$\\(][^=]*(?:[-+*/^\u00d7]|\\(?:times|cdot))[^=]*=.+)",
+    re.IGNORECASE | re.DOTALL,
+)
 
 _GREEK = rf"\\(?:var)?(?i:{GREEK})(?![A-Za-z])"
 _LETTER = rf"(?:[A-Za-z](?![A-Za-z])|{_GREEK})"
@@ -63,9 +74,6 @@ _NAME = re.compile(r"[A-Za-z][a-z]{2,30}")
 _PLAIN = re.compile(r"(-?\d{1,300}(?:\.\d{1,300})?)(?: ?%| ?[A-Za-z]{2,}[A-Za-z /]*| [A-Za-z][A-Za-z /]*)?")
 _UNKNOWN = re.compile(rf"(?<![A-Za-z\\])(?:{_LETTER}|[A-Za-z]{{2,}})|{_GREEK}")
 _LEAD = re.compile(r"\A(?:[\s:;,!?*_#\"'“”„«»\u2018\u2019—]|(?:so|thus|hence|therefore|then)\b)*", re.IGNORECASE)
-_PROSE = re.compile(
-    rf"\A.*(?<![A-Za-z\\])(?!{PRODUCT})[A-Za-z]{{2,}}(?:['\u2019][a-z]+)?[:,]?\s+(?![-+*/^=)])", re.DOTALL
-)
 
 
 def read(span: str, question: str = "") -> MathValue | None:
@@ -75,9 +83,7 @@ def read(span: str, question: str = "") -> MathValue | None:
     if not span.strip() or len(span) > LONGEST:
         return None
     plain = _IN_TEXT.sub(r" \1 ", span)
-    if number := spelled(plain):
-        return MathValue(number)
-    dressed = plain if _IN_TEXT.match(span.lstrip(" $")) else span
+    dressed = in_digits(plain if _IN_TEXT.match(span.lstrip(" $")) else span)
     if alone := _ALONE.fullmatch(dressed):
         return MathValue(alone[1])
     if label := _OPTION.match(dressed):
@@ -87,22 +93,28 @@ def read(span: str, question: str = "") -> MathValue | None:
 
 
 def stated(text: str, question: str = "") -> MathValue | None:
-    """Return the number or formula of an unmarked text: the whole of it, or what its last sentence ends with."""
+    """Return the value of an unmarked text: the whole of it, or what its last sentence says.
+
+    There a percent sign is meant where the question speaks of percent; else 18% is 18/100.
+    """
     text = text.strip()
     if len(text) <= MAX_FORMULA and "\n" not in text and (value := read(text, question)):
         return value
-    sentence = _SENTENCES.split(text[-LONGEST:])[-1]
-    if DENIAL.search(sentence) or re.search(r"\bor\b", sentence):
+    value = closing(_SENTENCES.split(text[-LONGEST:])[-1], question)
+    if value and value.percent and not re.search("%|percent", question):
+        return replace(value, formula=f"{value.formula.strip('$')}/100", percent=False)
+    return value
+
+
+def closing(sentence: str, question: str = "") -> MathValue | None:
+    """Return what a sentence of one clause ends with: "So the total is 18.", "Thus x = 18.", "He pays 9 * 2 = 18."."""
+    if DENIAL.search(sentence):
         return None
-    match = _STATED.match(sentence)
-    if match and _VALUE_BEFORE.search(sentence[: match.end()]):
-        return None  # "The total is 65, the rest is 64."
-    if match and (value := read(sentence[match.end() :], question)) and not value.word:
-        return value
-    sides = EQUALS.split(clean(sentence))[-2:]
-    solved = solution([_PROSE.sub("", sides[0]), sides[1]]) if len(sides) > 1 else None
-    value = _formula(solved[1], question) if solved else None
-    return value and solved and replace(value, symbol=solved[0])
+    sentence = sentence.lstrip(" *_#>")
+    match = _STATED.fullmatch(sentence) or _WORKED_OUT.fullmatch(sentence)
+    equation = re.sub(rf"\A{CONNECTIVES}", "", sentence, flags=re.IGNORECASE)
+    value = read(match["value"] if match else equation if "=" in equation else "", question)
+    return None if value is None or value.word else value
 
 
 def _read(span: str, question: str) -> MathValue | None:
@@ -189,15 +201,10 @@ def solution(parts: list[str]) -> tuple[str, str] | None:
 
 def _formula(text: str, question: str) -> MathValue | None:
     """Return the whole text as one value: a number or formula with its unit, or a formula without words."""
-    if match := _VALUE.match(text):
-        unit = _unit(match[0], text[match.end() :], question)
-        if unit is not None:
-            number = match[0].removesuffix(match["percent"] or "").replace("- ", "-").strip()
-            number = re.sub(r"(\d+)\s+(\d+)/(\d+)", lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", number)
-            return MathValue(number, bool(match["percent"]), unit=unit)
     unit = None
-    if (split := _WITH_UNIT.match(text)) and (unit := _unit("", split[2], question)) is not None:
+    if (split := _WITH_UNIT.fullmatch(text)) and (unit := _unit(split[1], split[2], question)) is not None:
         text = split[1]
+    text = re.sub(r"(\d+)\s+(\d+)/(\d+)", lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
     text = _AND.sub(", ", text)
     percent, text = text.endswith("%"), text.removesuffix("%").rstrip()
     fits = text and len(text) <= (MAX_MATRIX if r"\begin" in text else MAX_FORMULA) and not _is_deep(text)
@@ -206,12 +213,11 @@ def _formula(text: str, question: str) -> MathValue | None:
 
 
 def _unit(number: str, rest: str, question: str) -> str | None:
-    """Return the unit behind a number, "" for a noun or nothing, None for what is more of a formula."""
-    if re.match(r"[.,:;!?^_{}\[\]<>=|)&~+*-]|\\(?!mu|Omega|frac)", rest.strip()):
-        return None
+    """Return the unit behind a number, "" for a noun or the number in words, None for what is more of a formula."""
     unit = unit_of(rest, question)
-    one = number.strip("+") in ("1", "1.0") and re.fullmatch(r"\s*[a-z]{3,}", rest) and not spelled(rest)
-    return "" if unit is None and one else unit
+    if unit is None and number.strip("+") in ("1", "1.0") and re.fullmatch(r"\s*[a-z]{3,}", rest):
+        return unit_of(f"{rest}s")
+    return "" if unit is None and rest.strip().startswith("(") and in_digits(rest.strip(" ()")) == number else unit
 
 
 def _is_deep(formula: str) -> bool:
