@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from grpo_ext.bounded import parse_json
 from grpo_ext.config import checks
 from grpo_ext.config.arguments import KWARGS as KWARGS
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.launch import check_joined, planning, rank
+from grpo_ext.config.launch import check_joined, planning, rank, world_size
 from grpo_ext.config.machine import OF_THE_GPU, choose_cpu, meet_within
 from grpo_ext.config.paths import OF_THE_RUN, expand
-from grpo_ext.config.rules import without
+from grpo_ext.config.rules import OF_THE_OWNERS, as_far_as_sound, refusal, without
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.warnings import warnings
-from grpo_ext.errors import ABSENT, Problem, redacted, redacted_text
 from grpo_ext.errors import ConfigError as ConfigError
+from grpo_ext.errors import Problem, redacted, redacted_text
 from grpo_ext.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -77,23 +78,36 @@ class GRPOExtConfig(GRPOExtArguments):
         choose_cpu(self)
         problems = [*self._decode(), *checks.problems(self)]
         if problems:
+            if planning() or world_size() == 1:  # processes of a launch would wait for each other
+                problems += self._also_refused(problems)
             raise ConfigError(problems)
         if self.steps_per_generation is not None:  # a copy of a config may have both, in agreement; TRL takes one
             self.generation_batch_size = None
         meet_within(self)
-        unset = self.vllm_importance_sampling_clip_max is self.vllm_importance_sampling_cap is None
-        bound = {"vllm_importance_sampling_clip_max": self.trl_sampler_bound} if unset else {}
-        with self._hardware_set_aside(), temporarily(self, **bound):  # TRL refuses a mode without a bound
-            try:
-                super().__post_init__()
-            except (OSError, TypeError, ValueError, NotImplementedError) as error:
-                raise ConfigError([Problem("transformers", ABSENT, str(error).removesuffix("."), "")]) from error
+        if refused := [*self._derive()]:
+            raise ConfigError(refused)
         if planning():
             return
         check_joined(PartialState().num_processes)
         if rank() == 0:
             for warning in warnings(self):
                 logger.warning(str(warning))
+
+    def _derive(self) -> Iterator[Problem]:
+        """Let TRL and transformers derive their fields; yield what they refuse."""
+        unset = self.vllm_importance_sampling_clip_max is self.vllm_importance_sampling_cap is None
+        bound = {"vllm_importance_sampling_clip_max": self.trl_sampler_bound} if unset else {}
+        given = self.changed()
+        with self._hardware_set_aside(), temporarily(self, **bound):  # TRL refuses a mode without a bound
+            try:
+                super().__post_init__()
+            except OF_THE_OWNERS as error:
+                yield refusal(error, given)
+
+    def _also_refused(self, problems: Iterable[Problem]) -> Iterator[Problem]:
+        """Yield what TRL refuses before it reads a field that has `problems`, or belongs to one."""
+        names = {re.split(r"[.[]", name)[0] for p in problems for name in (p.field, *p.beside)}
+        yield from as_far_as_sound(without(self, names)._derive())
 
     def __getstate__(self) -> dict[str, object]:
         """Leave secrets out: `training_args.bin` is in every checkpoint and pushed to the hub."""
