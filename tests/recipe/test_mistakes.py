@@ -13,7 +13,7 @@ import yaml
 from datasets import Dataset
 from transformers import training_args
 
-from grpo_ext.config import machine
+from grpo_ext.config import machine, vllm
 from grpo_ext.config.batches import batch_problems
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.errors import ConfigError, Problem
@@ -167,7 +167,7 @@ def test_mistakes_of_all_kinds_are_reported_at_once():
                 "num_generations": 3,
                 "learning_rate": "fast",
                 "lr_scheduler_type": "cosin",
-                "output_dir": "./a-file",
+                "output_dir": " ",
                 "prompt_column": "questoin",
                 "answer_column": "anser",
                 "use_peft": True,
@@ -178,7 +178,7 @@ def test_mistakes_of_all_kinds_are_reported_at_once():
             [],
         )
     )
-    starts = ["num_generations=3", "learning_rate='fast'", "lr_scheduler_type='cosin'", "output_dir='./a-file'"]
+    starts = ["num_generations=3", "learning_rate='fast'", "lr_scheduler_type='cosin'", "output_dir=' '"]
     starts += ["prompt_column='questoin'", "answer_column='anser'", "lora_target_modules: no module"]
     starts += ["dataset_test_split='test'", "reward_funcs[0]='acuracy'", "per_device_eval_batch_size=8"]
     assert [start for start in starts if sum(p.startswith(start) for p in problems) != 1] == []
@@ -195,6 +195,13 @@ def test_a_recipe_of_a_gpu_is_checked_for_it_and_refused_by_train(capsys, monkey
     assert checked(of_a_gpu)[0] == []
     refused_by_train("recipe.yaml")
     assert "bf16=True: Your setup doesn't support bf16/gpu" in capsys.readouterr().err
+
+
+def test_a_run_with_vllm_is_refused_where_there_is_none(capsys, monkeypatch):
+    monkeypatch.setattr(vllm, "find_spec", lambda package: None)
+    assert checked(SOUND | {"use_vllm": True, "vllm_mode": "server"})[0] == []
+    refused_by_train("recipe.yaml")
+    assert "use_vllm=True: it needs vllm, which is not installed" in capsys.readouterr().err
 
 
 def test_a_list_of_one_module_and_an_unreachable_hub_are_no_mistakes():

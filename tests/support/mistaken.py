@@ -13,7 +13,6 @@ def lay_out(folder: Path) -> None:
     """Write all of it; the names say what is wrong."""
     _models(folder)
     _data(folder)
-    (folder / "a-file").write_text("taken")
     (folder / "notes.txt").write_text("no data")
 
 

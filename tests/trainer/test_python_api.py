@@ -154,11 +154,7 @@ MISTAKES = [
     ({"rows": [*ROWS, "1+1="]}, ["row 16 (from 0): '1+1='"]),
     ({"rows": [{"prompt": "a", "solution": 1}, {"prompt": "b", "solution": "x"}]}, ["table"]),
     ({"rows": "data.csv"}, ["train_dataset: 'data.csv'"]),
-    ({"report_to": "wandb"}, ["report_to='wandb'", "pip install wandb"]),
-    (
-        {"rewards": ["nothing"], "rows": [{"text": ""}] * 8, "report_to": ["comet_ml"]},
-        ["3 problems", "comet", "'prompt'", "'nothing'"],
-    ),
+    ({"rewards": ["nothing"], "rows": [{"text": ""}] * 8}, ["2 problems", "'prompt'", "'nothing'"]),
 ]  # fmt: skip
 
 

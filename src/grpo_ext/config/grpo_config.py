@@ -4,9 +4,10 @@ import inspect
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
+from warnings import catch_warnings
 
 from accelerate import PartialState
 
@@ -76,7 +77,8 @@ class GRPOExtConfig(GRPOExtArguments):
     def __post_init__(self) -> None:
         """Raise all problems at once, else let TRL derive its fields, and log warnings."""
         choose_cpu(self)
-        problems = [*self._decode(), *checks.problems(self)]
+        self._decode()
+        problems = checks.problems(self)
         if problems:
             if planning() or world_size() == 1:  # processes of a launch would wait for each other
                 problems += self._also_refused(problems)
@@ -107,7 +109,8 @@ class GRPOExtConfig(GRPOExtArguments):
     def _also_refused(self, problems: Iterable[Problem]) -> Iterator[Problem]:
         """Yield what TRL refuses before it reads a field that has `problems`, or belongs to one."""
         names = {re.split(r"[.[]", name)[0] for p in problems for name in (p.field, *p.beside)}
-        yield from as_far_as_sound(without(self, names)._derive())
+        with catch_warnings(action="ignore"):
+            yield from as_far_as_sound(without(self, names)._derive())
 
     def __getstate__(self) -> dict[str, object]:
         """Leave secrets out: `training_args.bin` is in every checkpoint and pushed to the hub."""
@@ -136,11 +139,11 @@ class GRPOExtConfig(GRPOExtArguments):
         """Return an unchecked config of these values, in which values that are refused cannot be read."""
         given = object.__new__(cls)
         vars(given).update(values)
-        list(given._decode())
+        given._decode()
         return without(given, checks.field_problems(given))
 
-    def _decode(self) -> Iterator[Problem]:
-        """Convert texts of the command line and expand paths; yield what cannot be read."""
+    def _decode(self) -> None:
+        """Convert texts of the command line and expand paths, as far as they can be read."""
         for name in ("scale_rewards", "shared_prefix"):  # which may be text too
             value = getattr(self, name)
             if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -148,21 +151,12 @@ class GRPOExtConfig(GRPOExtArguments):
         self.report_to = self.report_to or "none"  # transformers refuses null once the model is loaded
         for name in OF_THE_RUN:
             setattr(self, name, expand(name, getattr(self, name)))
-        yield from self._decode_json()
-
-    def _decode_json(self) -> Iterator[Problem]:
-        """Read our dict fields from JSON text; yield what cannot be read."""
         for name in (*KWARGS, "liger_kernel_config", "sampler_correction"):
             text = getattr(self, name)
             begins = ("{", "[") if name == "sampler_correction" else "{"  # it may be a list of blocks
-            if not isinstance(text, str) or not text.startswith(begins):
-                continue
-            try:
-                setattr(self, name, parse_json(text))
-            except ValueError as error:
-                setattr(self, name, None)
-                cure = f"Write --{name} '{{\"option\": value}}'."
-                yield Problem(name, text, f"not JSON ({error})", cure)
+            if isinstance(text, str) and text.startswith(begins):
+                with suppress(ValueError):  # `mapping_problems` says so
+                    setattr(self, name, parse_json(text))
 
     def _hardware_set_aside(self) -> AbstractContextManager[None]:
         """While a launch is only planned, keep transformers from checking this machine for its GPU."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
@@ -11,6 +12,13 @@ from grpo_ext.config.engine_options import ENGINE_OPTION_RULES
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import Conflict, Rule
 from grpo_ext.errors import Problem
+
+
+def missing(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Yield that vLLM is not here: this package imports it before TRL looks for it."""
+    if config.use_vllm and find_spec("vllm") is None:
+        cure = "Install it (pip install 'grpo-ext[vllm]'), or set use_vllm: false, so that transformers generates."
+        yield Problem("use_vllm", True, "it needs vllm, which is not installed", cure)
 
 
 def quantized_problem(setting: str, value: object) -> Problem:

@@ -1,7 +1,6 @@
 """Rules between the parts of a recipe (model, data, rewards, training), and warnings of what is probably not meant."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from trl import DatasetMixtureConfig, ModelConfig
 from grpo_ext.config.adapters import adapter_problems, is_adapter
 from grpo_ext.config.fields import outside
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.launch import elsewhere
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.config.rules import as_far_as_sound, is_set
@@ -67,17 +65,9 @@ def _quantized(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]
 
 
 def _output(training: GRPOExtConfig) -> Iterator[Problem]:
-    """Yield why the run cannot write to its folder."""
-    folder = training.output_dir
-    if folder is not None and not folder.strip():
-        yield Problem("output_dir", folder, "empty text is no folder", "Name one, or leave it out: trainer_output.")
-        return
-    path = Path(folder or ".").expanduser().absolute()
-    existing = next(place for place in (path, *path.parents) if os.path.exists(place))
-    if not existing.is_dir():
-        yield Problem("output_dir", folder, f"{existing} is a file", f"Set output_dir: {existing}-run.")
-    elif not elsewhere() and not os.access(existing, os.W_OK):
-        yield Problem("output_dir", folder, f"you may not write to {existing}", "Name a folder of yours.")
+    if training.output_dir is not None and not training.output_dir.strip():
+        cure = "Name one, or leave it out: trainer_output."
+        yield Problem("output_dir", training.output_dir, "empty text is no folder", cure)
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ from grpo_ext.config.images import image_problems
 from grpo_ext.config.images import rollout_problems as image_rollout_problems
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import rollout_problems
-from grpo_ext.config.vllm import leaves_packed, packs_while_loading, quantized_problem
+from grpo_ext.config.vllm import leaves_packed, missing, packs_while_loading, quantized_problem
 from grpo_ext.data.eval_sets import best_metric_problems
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
 from grpo_ext.data.pictures import as_read, image_columns, with_pictures
@@ -115,7 +115,7 @@ def prepare(
         raise TypeError(f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more.")
     checked = isinstance(train_dataset, Checked)
     factory = rollouts["environment_factory"] is not None  # which may bring prompts and a reward
-    problems: list[Any] = []
+    problems: list[Any] = [*missing(args)]
     train_dataset = seen(as_dataset(train_dataset, "train_dataset"), "train_dataset", problems)
     eval_dataset = seen(as_dataset(eval_dataset, "eval_dataset"), "eval_dataset", problems)
     specs, found = parse_environments(environments)
