@@ -107,10 +107,11 @@ class GRPOExtConfig(GRPOExtArguments):
                 yield refusal(error, given)
 
     def _also_refused(self, problems: Iterable[Problem]) -> Iterator[Problem]:
-        """Yield what TRL refuses before it reads a field that has `problems`, or belongs to one."""
+        """Yield what TRL refuses before it reads, or names, a field that has `problems`, or belongs to one."""
         names = {re.split(r"[.[]", name)[0] for p in problems for name in (p.field, *p.beside)}
         with catch_warnings(action="ignore"):
-            yield from as_far_as_sound(without(self, names)._derive())
+            found = as_far_as_sound(without(self, names)._derive())
+            yield from (problem for problem in found if names.isdisjoint(re.findall(r"\w+", problem.reason)))
 
     def __getstate__(self) -> dict[str, object]:
         """Leave secrets out: `training_args.bin` is in every checkpoint and pushed to the hub."""
