@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.config import checks, machine
+from grpo_ext.config import checks
 from grpo_ext.config.rules import BrokenFieldRead, as_far_as_sound, is_broken, without
 from grpo_ext.recipe.files import read_yaml
 
@@ -54,17 +54,10 @@ def related(config: GRPOExtConfig) -> set[str]:
 @cache
 def relations() -> dict[str, dict]:
     """Recipes in which only fields of the config disagree with each other."""
-    file = Path(__file__).parents[1] / "recipe" / "bad_recipes.yaml"
-    recipes = {
-        name: case["recipe"] for name, case in read_yaml(file).items() if case.get("refused") and "recipe" in case
-    }
+    cases = read_yaml(Path(__file__).parents[1] / "recipe" / "mistakes.yaml")["settings"]
+    recipes = {name: case["recipe"] for name, case in cases.items() if "key" in case and "recipe" in case}
     configs = {name: values for name, values in recipes.items() if values.keys() <= FIELDS.keys()}
     return {name: values for name, values in configs.items() if not checks.field_problems(given(**values))}
-
-
-@pytest.fixture(autouse=True)
-def everything_is_installed(monkeypatch):
-    monkeypatch.setattr(machine, "is_installed", lambda package: True)
 
 
 @pytest.mark.parametrize(

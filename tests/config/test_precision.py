@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.config.precision import coarse_warnings, expected_differences, head_problems, precision
+from grpo_ext.config.precision import coarse_warnings, expected_differences, precision
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
 VLLM = CPU | {"use_vllm": True}
@@ -65,10 +65,3 @@ def test_a_coarse_sampler_without_the_correction_is_warned_of():
     assert list(coarse_warnings(GRPOExtConfig(**off, old_logps="sampler"))) == []
     (found,) = coarse_warnings(GRPOExtConfig(**off))
     assert str(found).startswith("vllm_engine_kwargs.kv_cache_dtype='fp8': the sampler is another distribution")
-
-
-@pytest.mark.parametrize(("tied", "adapted", "refused"), [(True, True, 1), (True, False, 0), (False, True, 0)])
-def test_a_head_shared_with_the_embedding_of_an_adapted_model_cannot_be_cast(tied, adapted, refused):
-    config = GRPOExtConfig(**CPU, cast_lm_head_to_fp32=True)
-    assert len(list(head_problems(config, tied=tied, adapted=adapted))) == refused
-    assert not list(head_problems(GRPOExtConfig(**CPU), tied=tied, adapted=adapted))

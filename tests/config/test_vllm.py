@@ -1,12 +1,8 @@
 """The rules of settings for vLLM that the table of bad recipes does not hold."""
 
-import dataclasses
-import json
-
 import pytest
 
 from grpo_ext import ConfigError, GRPOExtConfig
-from grpo_ext.config.engine_options import known_options
 from grpo_ext.config.precision import coarse_options
 from grpo_ext.objective.sampler_correction import SamplerRule, trl_rule
 
@@ -36,14 +32,6 @@ def test_stock_trls_bound_is_its_default():
     assert GRPOExtConfig(**CPU, loss_defaults="trl").sampler_rules == (trl_rule("sequence_mask", None, 3.0),)
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("given", [dict, json.dumps])
-def test_an_unknown_option_of_the_engine_is_answered_with_the_nearest_one(given):
-    with pytest.raises(ConfigError, match=r"kv_cache_dtyp='fp8': .* no such option. Did you mean 'kv_cache_dtype'"):
-        GRPOExtConfig(**CPU, vllm_engine_kwargs=given({"kv_cache_dtyp": "fp8", "max_num_seqs": 4}))
-    GRPOExtConfig(**CPU, vllm_engine_kwargs=given({"kv_cache_dtype": "fp8", "max_num_seqs": 4}))
-
-
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_a_cache_of_fewer_bits_is_the_only_quantization_of_a_colocated_engine(mode):
     """A trainer on a CPU says nothing about its server, which may have GPUs."""
@@ -60,10 +48,3 @@ def test_a_cache_of_fewer_bits_is_the_only_quantization_of_a_colocated_engine(mo
 def test_a_cache_of_fewer_than_16_bits_makes_the_sampler_coarser(dtype):
     config = GRPOExtConfig(**CPU, vllm_engine_kwargs={"kv_cache_dtype": dtype})
     assert bool(coarse_options(config)) == (dtype not in ("auto", "bfloat16", "float16"))
-
-
-@pytest.mark.vllm
-def test_the_options_that_are_known_are_those_of_vllm():
-    from vllm import EngineArgs
-
-    assert set(known_options()) == {f.name for f in dataclasses.fields(EngineArgs) if f.name[0] != "_"}

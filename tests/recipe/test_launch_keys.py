@@ -4,12 +4,11 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
+from grpo_ext.commands import serve
 from grpo_ext.commands.arguments import parse_command_line
 from grpo_ext.commands.train import accelerate_command, wanted_launch
-from grpo_ext.config import machine
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe import launching
 from grpo_ext.recipe.files import recipes_folder
 from grpo_ext.recipe.launching import FLAGS, VALUES, Launch, check_launched, launch_of
 from grpo_ext.recipe.parsing import all_keys, load_recipe
@@ -99,9 +98,8 @@ def test_a_plan_asks_for_no_process_group(recipe, capsys):
     capsys.readouterr()
 
 
-def test_check_plans_for_the_recipes_processes(recipe, capsys, monkeypatch):
+def test_check_plans_for_the_recipes_processes(recipe, capsys):
     """Groups of 8 with one row a process: whole with 8 processes, and with 4 a mistake."""
-    monkeypatch.setattr(launching, "find_spec", lambda _: True)
     rows = {"per_device_train_batch_size": 1, "num_generations": 8, "accelerate_config": "zero2"}
     assert command("check", *recipe(**rows)) == 0
     assert "8 completions of 1 prompts" in " ".join(capsys.readouterr().out.split())
@@ -149,7 +147,7 @@ def test_a_run_is_launched_as_the_recipe_says(recipe):
 
 
 def test_the_server_of_several_processes_is_started_by_one(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "is_installed", lambda package: False)
+    monkeypatch.setattr(serve, "find_spec", lambda package: None)
     assert command("serve", *recipe(**ON_TWO)) == 2
     err = capsys.readouterr().err
     assert "pip install 'grpo-ext[vllm]'" in err

@@ -4,8 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from peft import LoraConfig
-from transformers import BertConfig, LlamaConfig, Qwen2Config, T5Config
+from transformers import Qwen2Config, T5Config
 
 from support import tiny
 
@@ -14,18 +13,14 @@ def lay_out(folder: Path) -> None:
     """Write all of it; the names say what is wrong."""
     _models(folder)
     _data(folder)
-    (folder / "a-file").write_text("taken")
     (folder / "notes.txt").write_text("no data")
-    (folder / "weights.gguf").write_text("GGUF")
-    (folder / "locked.json").write_text('{"split_batches": true}')
 
 
 def _models(folder: Path) -> None:
     model = Path(tiny.save(folder / "model", max_position_embeddings=1024))
     untied = {file.name for file in model.iterdir() if "token" in file.name or "template" in file.name}
-    for name in ("base", "no-tokenizer", "config-only", "no-architectures", "quantized", "small-embedding", "shards"):
+    for name in ("base", "no-tokenizer", "quantized", "small-embedding"):
         shutil.copytree(model, folder / name)
-    shutil.copytree(model, folder / "run" / "checkpoint-2")
     base = tiny.tokenizer()
     base.chat_template = None
     (folder / "base" / "chat_template.jinja").unlink(missing_ok=True)
@@ -37,29 +32,15 @@ def _models(folder: Path) -> None:
     strict.save_pretrained(folder / "no-system")
     for name in untied:
         (folder / "no-tokenizer" / name).unlink()
-    (folder / "config-only" / "model.safetensors").unlink()
-    _configure(folder / "no-architectures", architectures=None)
     _configure(folder / "quantized", quantization_config={"quant_method": "gptq", "bits": 4})
     _configure(folder / "small-embedding", vocab_size=10)
-    (folder / "shards" / "model.safetensors").rename(folder / "shards" / "model-00001-of-00002.safetensors")
-    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (folder / "shards" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    LoraConfig(base_model_name_or_path="./model", target_modules=["q_proj"]).save_pretrained(folder / "adapter")
-    (folder / "gguf").mkdir()
-    (folder / "gguf" / "model-Q4.gguf").write_text("GGUF")
     (folder / "empty-folder").mkdir()
-    other = LlamaConfig(architectures=["LlamaForSequenceClassification"])
-    for name, config in (("bert", BertConfig(architectures=["BertModel"])), ("classifier", other)):
-        _bare(folder / name, config.to_dict())
     _bare(folder / "t5", T5Config(architectures=["T5ForConditionalGeneration"]).to_dict())
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     bare = Qwen2Config(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2, vocab_size=64, **sizes)
     _bare(folder / "qwen-no-tokenizer", bare.to_dict())
-    _bare(folder / "newer", {"model_type": "gpt7", "architectures": ["GPT7ForCausalLM"]})
     own = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}
     _bare(folder / "own-code", {"model_type": "own", "architectures": ["OwnModel"], "auto_map": own})
-    _bare(folder / "broken-config", {})
-    (folder / "broken-config" / "config.json").write_text("{")
 
 
 def _configure(folder: Path, **changes: object) -> None:
@@ -81,9 +62,7 @@ def _data(folder: Path) -> None:
     write(folder / "splits" / "validation.jsonl", rows[:8])
     write(folder / "few.jsonl", rows[:1])
     write(folder / "odd.jsonl", [{"text": row["question"], "label": row["answer"]} for row in rows])
-    write(folder / "problems.jsonl", [{"problem": row["question"], "gold": row["answer"]} for row in rows])
     write(folder / "counted.jsonl", [{"question": row["question"], "answer": int(row["answer"])} for row in rows])
-    write(folder / "chats.jsonl", [{"prompt": [{"role": "user", "content": row["question"]}]} for row in rows])
     write(folder / "texts.jsonl", [{"prompt": row["question"], "answer": row["answer"]} for row in rows])
     write(folder / "null-answers.jsonl", [{**row, "answer": None} for row in rows])
     write(folder / "null-prompt.jsonl", [{**rows[0], "question": None}, *rows])

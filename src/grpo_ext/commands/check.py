@@ -15,14 +15,13 @@ from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.loss import idle_clip
-from grpo_ext.config.machine import is_for_another, lacks
 from grpo_ext.config.precision import expected_differences, precision
 from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ConfigError, redacted_text
 from grpo_ext.recipe.checks import recipe_warnings
-from grpo_ext.recipe.launching import Engine, Launch, engine_of, missing_engine
+from grpo_ext.recipe.launching import Engine, Launch, engine_of
 from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
@@ -51,8 +50,6 @@ def run(options: argparse.Namespace) -> int:
                 print(f"check has imported code that the recipe names: {', '.join(found)}")
         if recipe.training.use_cpu and launch.config and is_fsdp(launch.config):
             raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
-        if not is_for_another(recipe.training) and (absent := [*missing_engine(launch)]):
-            raise ConfigError(absent)
         print_sections(plan(recipe, look, launch))
         return _check_server(recipe)
 
@@ -69,7 +66,7 @@ def print_sections(sections: Mapping[str, Section]) -> None:
 
 def plan(recipe: Recipe, look: Look, launch: Launch = NO_LAUNCH) -> dict[str, Section]:
     """Return the sections of the plan, warnings last."""
-    engine, absent = engine_of(launch), missing_engine(launch) if is_for_another(recipe.training) else ()
+    engine = engine_of(launch)
     rows = len(look.train) if isinstance(look.train, Dataset) else None
     weights = recipe.model.dtype or "float32"  # TRL's default
     lines = (*warnings(recipe.training), *recipe_warnings(recipe), *look.notes)
@@ -83,7 +80,6 @@ def plan(recipe: Recipe, look: Look, launch: Launch = NO_LAUNCH) -> dict[str, Se
             *expected_differences(recipe.training, weights),
         ],
         "Warnings": [("", str(warning)) for warning in lines],
-        "Not on this machine": [("", str(line)) for line in (*lacks(recipe.training, recipe.model), *absent)],
     }
 
 

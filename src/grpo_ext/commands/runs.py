@@ -70,7 +70,7 @@ class Trained:
         given = {name: self.record[name] for name in _SAMPLING if self.record.get(name) is not None}
         longest = {"do_sample": True, "max_new_tokens": self.record.get("max_completion_length", 512)}
         options = as_mapping(self.record.get("generation_kwargs"))
-        known = generation_options(vllm=False)  # others, such as custom_generate, could name code
+        known = generation_options()  # others, such as custom_generate, could name code
         return longest | given | {name: value for name, value in options.items() if name in known}
 
     def encode(self, question: str, tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:

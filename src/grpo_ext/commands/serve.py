@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlparse
 
@@ -18,7 +19,6 @@ import requests
 import torch
 
 from grpo_ext.child_processes import kill_group
-from grpo_ext.config import machine
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.config.process_engine import samples_by_server
@@ -184,7 +184,7 @@ def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """Start the recipe's vLLM server and wait for its end."""
-    if not machine.is_installed("vllm"):
+    if find_spec("vllm") is None:
         cure = "Install it (pip install 'grpo-ext[vllm]'), or train without a server: transformers generates then."
         raise ConfigError([Problem("grpo-ext serve", ABSENT, "it starts vLLM, which is not installed", cure)])
     host, port, overrides = options.host, options.port, ["--use_vllm", "true", "--vllm_mode", "server"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.recipe.files import find_recipe, read_yaml, split_config
-from grpo_ext.recipe.launching import Launch, accelerate_config, launch_of, missing_engine
+from grpo_ext.recipe.launching import Launch, accelerate_config, launch_of
 from grpo_ext.trainer.signals import SIGNALS, signals
 
 
@@ -89,15 +89,13 @@ def launch(wanted: Launch, arguments: Sequence[str], module: str = "grpo_ext.tra
     """Run a module by accelerate and return its exit code; each process checks that the launch is complete.
 
     Raises:
-        ConfigError: FSDP on a CPU, which each process would refuse, or an engine that is not installed.
+        ConfigError: FSDP on a CPU, which each process would refuse.
     """
     from grpo_ext.config.engines import fsdp_on_cpu
     from grpo_ext.config.launch import ASKED
 
     if wanted.config and is_fsdp(wanted.config) and _on_cpu(arguments):
         raise ConfigError([fsdp_on_cpu(f"accelerate_config={wanted.config.stem}")])
-    if found := [*missing_engine(wanted)]:
-        raise ConfigError(found)
     environment = os.environ if wanted.planned is None else os.environ | {ASKED: str(wanted.planned)}
     return call([*accelerate_command(wanted), "-m", module, *arguments], environment)
 

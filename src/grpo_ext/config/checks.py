@@ -6,7 +6,6 @@ from grpo_ext.config.batches import BATCH_RULES
 from grpo_ext.config.engines import ENGINE_RULES
 from grpo_ext.config.fields import choice_problems, path_problems, range_problems, type_problems
 from grpo_ext.config.loss import LOSS_RULES
-from grpo_ext.config.machine import hardware_problems
 from grpo_ext.config.mappings import KEYWORD_RULES, mapping_problems
 from grpo_ext.config.process_engine import PROCESS_RULES
 from grpo_ext.config.rehearsal import rehearsal_problems
@@ -18,7 +17,7 @@ from grpo_ext.config.vllm import VLLM_RULES
 from grpo_ext.errors import Problem
 
 RELATIONS: tuple[Rule, ...] = (
-    *(*BATCH_RULES, hardware_problems, *ENGINE_RULES, *VLLM_RULES, *SAMPLER_RULES, *RUN_RULES, *KEYWORD_RULES),
+    *(*BATCH_RULES, *ENGINE_RULES, *VLLM_RULES, *SAMPLER_RULES, *RUN_RULES, *KEYWORD_RULES),
     *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *AHEAD_RULES),
 )
 """Rules between fields. A rule ends where it reads a field that is refused already, so each is about one matter."""

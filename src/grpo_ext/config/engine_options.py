@@ -1,17 +1,12 @@
 """Options of vLLM's engine that a recipe passes through, `vllm_engine_kwargs`: which keys it may have."""
 
-import ast
-import importlib.util
 from collections.abc import Iterator, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import Rule
 from grpo_ext.errors import Problem
-from grpo_ext.registry import did_you_mean
 
 SETTINGS_OF = {
     **dict.fromkeys(("model", "model_weights", "tokenizer", "hf_config_path"), "model_name_or_path"),
@@ -69,31 +64,10 @@ def given_options(config: GRPOExtArguments) -> Mapping[str, Any]:
     return as_mapping(config.vllm_engine_kwargs)
 
 
-@cache
-def known_options() -> tuple[str, ...]:
-    """Return the fields of vLLM's `EngineArgs`, or nothing where vLLM is not installed.
-
-    They are read from its source, because an import of vLLM takes seconds and 200 MB.
-    """
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return ()
-    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
-    classes = (node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef))
-    body = next(node.body for node in classes if node.name == "EngineArgs")
-    annotated = (line.target for line in body if isinstance(line, ast.AnnAssign))
-    return tuple(name.id for name in annotated if isinstance(name, ast.Name) and name.id[0] != "_")
-
-
 def _options(config: GRPOExtArguments) -> Iterator[Problem]:
-    known = known_options()
     for key, value in given_options(config).items():
         if found := _refused(key, value):
             yield Problem(f"vllm_engine_kwargs.{key}", value, *found)
-        elif known and key not in known:
-            yield Problem(
-                f"vllm_engine_kwargs.{key}", value, "vLLM's engine has no such option", did_you_mean(key, known)
-            )
 
 
 def _refused(key: str, value: object) -> tuple[str, str] | None:
@@ -118,4 +92,4 @@ def _options_of_a_mode(config: GRPOExtArguments) -> Iterator[Problem]:
 
 
 ENGINE_OPTION_RULES: tuple[Rule, ...] = (_options, _options_of_a_mode)
-"""Options that vLLM does not have, or that a setting controls."""
+"""Options that a setting controls, or with which vLLM would sample from another model than the policy."""

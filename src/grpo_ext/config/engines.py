@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate.utils import parse_flag_from_env
 
 from grpo_ext.errors import ABSENT, ConfigError, Problem
@@ -30,9 +29,6 @@ def _parallelism(config: "GRPOExtArguments") -> Iterator[Problem]:
 
 
 def _launched(_: "GRPOExtArguments") -> Iterator[Problem]:
-    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
-        reason = "TRL cannot train with Megatron-LM (tensor and pipeline parallelism)"
-        yield Problem("ACCELERATE_USE_MEGATRON_LM", ABSENT, reason, f"{_CURE}.")
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and (version := os.environ.get("FSDP_VERSION", "1")) == "1":
         yield Problem("FSDP_VERSION", version, "gradients of FSDP 1 are untested", f"{_CURE}: fsdp_version: 2.")
 
@@ -84,15 +80,6 @@ def _unsharded(model: Any) -> Iterator[Problem]:
                 "embedding and head are one weight (tie_word_embeddings), and FSDP2 cannot split a trained copy of it"
             )
             yield Problem("modules_to_save", adapter.modules_to_save, reason, cure)
-
-
-def adapter_problems(adapter: Any) -> Iterator[Problem]:
-    """Yield what PEFT does on GPUs only under the engine of the launch."""
-    tokens = getattr(adapter, "trainable_token_indices", None)
-    zero3 = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
-    if tokens and zero3 and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not torch.cuda.is_available():
-        reason = "PEFT gathers weights that ZeRO-3 has split on a GPU, and there is none"
-        yield Problem("trainable_token_indices", tokens, reason, "Launch by --accelerate_config cpu_ddp.")
 
 
 def fsdp_on_cpu(found: str) -> Problem:

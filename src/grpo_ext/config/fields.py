@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.paths import OF_THE_RUN, unknown
 from grpo_ext.config.rules import Conflict, Rule
-from grpo_ext.config.settings import SETTINGS, Setting
+from grpo_ext.config.settings import FINITE, SETTINGS, Setting
 from grpo_ext.config.spec import fits, out_of_bounds, wrong_type
 from grpo_ext.errors import Problem, UnknownNameError
 from grpo_ext.objective.losses import find, losses
@@ -55,13 +55,18 @@ def _type_problems(values: object, part: type, also: Mapping[str, type]) -> Iter
         if isinstance(value, also.get(f.name, ())) or fits(value, hint):
             continue
         row = SETTINGS.get(f.name, Setting())
-        if value is False and "no" in (row.choices or ()):
+        if value is False and _has_no(hint):
             yield Problem(f.name, value, "YAML reads an unquoted no as false", "Write 'no' in quotes.")
         else:
             default = None if f.default is dataclasses.MISSING else f.default
             names = losses if f.name == "loss_type" else row.choices or ()
             problem = wrong_type(f.name, value, hint, default, names)
             yield dataclasses.replace(problem, cure=row.text) if row.text else problem
+
+
+def _has_no(hint: Any) -> bool:
+    """Return whether 'no' is one of the values of a field's enum."""
+    return any("no" in getattr(part, "_value2member_map_", ()) for part in (hint, *typing.get_args(hint)))
 
 
 def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -157,9 +162,9 @@ def range_problems(config: GRPOExtArguments) -> Iterator[Problem]:
 
 
 def outside(part: Any) -> Iterator[Problem]:
-    """Yield the numbers among a dataclass's fields that are outside of the bounds in the table of settings."""
+    """Yield the numbers among a dataclass's fields that are not finite, or outside of the bounds in `SETTINGS`."""
     for f in dataclasses.fields(part):
-        value, bounds = getattr(part, f.name), SETTINGS.get(f.name, Setting()).within
-        if bounds is None or not isinstance(value, int | float) or isinstance(value, bool) or value in bounds:
+        value, bounds = getattr(part, f.name), SETTINGS.get(f.name, Setting()).within or FINITE
+        if not isinstance(value, int | float) or isinstance(value, bool) or value in bounds:
             continue
         yield out_of_bounds(f.name, value, bounds, f.default)

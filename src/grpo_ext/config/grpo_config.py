@@ -2,10 +2,12 @@
 
 import inspect
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
+from warnings import catch_warnings
 
 from accelerate import PartialState
 
@@ -13,14 +15,14 @@ from grpo_ext.bounded import parse_json
 from grpo_ext.config import checks
 from grpo_ext.config.arguments import KWARGS as KWARGS
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.launch import check_joined, planning, rank
+from grpo_ext.config.launch import check_joined, planning, rank, world_size
 from grpo_ext.config.machine import OF_THE_GPU, choose_cpu, meet_within
 from grpo_ext.config.paths import OF_THE_RUN, expand
-from grpo_ext.config.rules import without
+from grpo_ext.config.rules import OF_THE_OWNERS, as_far_as_sound, refusal, without
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.warnings import warnings
-from grpo_ext.errors import ABSENT, Problem, redacted, redacted_text
 from grpo_ext.errors import ConfigError as ConfigError
+from grpo_ext.errors import Problem, redacted, redacted_text
 from grpo_ext.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -75,25 +77,41 @@ class GRPOExtConfig(GRPOExtArguments):
     def __post_init__(self) -> None:
         """Raise all problems at once, else let TRL derive its fields, and log warnings."""
         choose_cpu(self)
-        problems = [*self._decode(), *checks.problems(self)]
+        self._decode()
+        problems = checks.problems(self)
         if problems:
+            if planning() or world_size() == 1:  # processes of a launch would wait for each other
+                problems += self._also_refused(problems)
             raise ConfigError(problems)
         if self.steps_per_generation is not None:  # a copy of a config may have both, in agreement; TRL takes one
             self.generation_batch_size = None
         meet_within(self)
-        unset = self.vllm_importance_sampling_clip_max is self.vllm_importance_sampling_cap is None
-        bound = {"vllm_importance_sampling_clip_max": self.trl_sampler_bound} if unset else {}
-        with self._hardware_set_aside(), temporarily(self, **bound):  # TRL refuses a mode without a bound
-            try:
-                super().__post_init__()
-            except (OSError, TypeError, ValueError, NotImplementedError) as error:
-                raise ConfigError([Problem("transformers", ABSENT, str(error).removesuffix("."), "")]) from error
+        if refused := [*self._derive()]:
+            raise ConfigError(refused)
         if planning():
             return
         check_joined(PartialState().num_processes)
         if rank() == 0:
             for warning in warnings(self):
                 logger.warning(str(warning))
+
+    def _derive(self) -> Iterator[Problem]:
+        """Let TRL and transformers derive their fields; yield what they refuse."""
+        unset = self.vllm_importance_sampling_clip_max is self.vllm_importance_sampling_cap is None
+        bound = {"vllm_importance_sampling_clip_max": self.trl_sampler_bound} if unset else {}
+        given = self.changed()
+        with self._hardware_set_aside(), temporarily(self, **bound):  # TRL refuses a mode without a bound
+            try:
+                super().__post_init__()
+            except OF_THE_OWNERS as error:
+                yield refusal(error, given)
+
+    def _also_refused(self, problems: Iterable[Problem]) -> Iterator[Problem]:
+        """Yield what TRL refuses before it reads, or names, a field that has `problems`, or belongs to one."""
+        names = {re.split(r"[.[]", name)[0] for p in problems for name in (p.field, *p.beside)}
+        with catch_warnings(action="ignore"):
+            found = as_far_as_sound(without(self, names)._derive())
+            yield from (problem for problem in found if names.isdisjoint(re.findall(r"\w+", problem.reason)))
 
     def __getstate__(self) -> dict[str, object]:
         """Leave secrets out: `training_args.bin` is in every checkpoint and pushed to the hub."""
@@ -122,11 +140,11 @@ class GRPOExtConfig(GRPOExtArguments):
         """Return an unchecked config of these values, in which values that are refused cannot be read."""
         given = object.__new__(cls)
         vars(given).update(values)
-        list(given._decode())
+        given._decode()
         return without(given, checks.field_problems(given))
 
-    def _decode(self) -> Iterator[Problem]:
-        """Convert texts of the command line and expand paths; yield what cannot be read."""
+    def _decode(self) -> None:
+        """Convert texts of the command line and expand paths, as far as they can be read."""
         for name in ("scale_rewards", "shared_prefix"):  # which may be text too
             value = getattr(self, name)
             if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -134,21 +152,12 @@ class GRPOExtConfig(GRPOExtArguments):
         self.report_to = self.report_to or "none"  # transformers refuses null once the model is loaded
         for name in OF_THE_RUN:
             setattr(self, name, expand(name, getattr(self, name)))
-        yield from self._decode_json()
-
-    def _decode_json(self) -> Iterator[Problem]:
-        """Read our dict fields from JSON text; yield what cannot be read."""
         for name in (*KWARGS, "liger_kernel_config", "sampler_correction"):
             text = getattr(self, name)
             begins = ("{", "[") if name == "sampler_correction" else "{"  # it may be a list of blocks
-            if not isinstance(text, str) or not text.startswith(begins):
-                continue
-            try:
-                setattr(self, name, parse_json(text))
-            except ValueError as error:
-                setattr(self, name, None)
-                cure = f"Write --{name} '{{\"option\": value}}'."
-                yield Problem(name, text, f"not JSON ({error})", cure)
+            if isinstance(text, str) and text.startswith(begins):
+                with suppress(ValueError):  # `mapping_problems` says so
+                    setattr(self, name, parse_json(text))
 
     def _hardware_set_aside(self) -> AbstractContextManager[None]:
         """While a launch is only planned, keep transformers from checking this machine for its GPU."""

@@ -32,10 +32,6 @@ def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Proble
     if splits_weights():
         reason = "gradients of weights that are split over processes are untested where prompts have images"
         yield Problem("the launch", ABSENT, reason, "Launch with --accelerate_config ddp, or ZeRO 1 or 2.")
-    parallel = config.parallelism_config
-    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
-        reason = "an image has no place in a sequence that is spread over processes"
-        yield Problem("parallelism_config", ABSENT, reason, "Leave it out.")
 
 
 def rollout_problems(given: Mapping[str, object]) -> Iterator[Problem]:

@@ -78,13 +78,6 @@ def _correction(config: GRPOExtArguments) -> str:
     return "; ".join(rule.describe() for rule in rules) + cost
 
 
-def head_problems(config: GRPOExtArguments, *, tied: bool, adapted: bool) -> Iterator[Problem]:
-    """Yield why the LM head of a policy cannot be cast to float32: TRL fails on an adapted model with a tied one."""
-    if config.cast_lm_head_to_fp32 and tied and adapted:
-        reason = "TRL cannot cast the LM head of an adapted model that shares it with its embedding"
-        yield Problem("cast_lm_head_to_fp32", True, reason, "Remove it, or train without an adapter.")
-
-
 def coarse_warnings(config: GRPOExtArguments) -> Iterator[Problem]:
     """Warn of a sampler that is coarser than the policy by choice, and is not corrected for."""
     if config.use_vllm and not config.vllm_importance_sampling_correction and config.old_logps != "sampler":

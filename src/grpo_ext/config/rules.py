@@ -1,16 +1,20 @@
 """How a rule of a config is written, a function or a row of settings in conflict, and how far it is asked.
 
+A setting has a rule if and only if the rule guards a gradient, a probability, a sample, a seed or the meaning of
+data, or is about a key of ours, or our flow would accept the key and ignore it. Else its owner refuses it: `refusal`.
+
 A rule ends where it reads a value that is refused already.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.errors import Problem
+from grpo_ext.errors import ABSENT, Problem
 
 T = TypeVar("T")
 Rule: TypeAlias = Callable[[GRPOExtArguments], Iterator[Problem]]
@@ -118,3 +122,34 @@ def as_far_as_sound(problems: Iterator[T]) -> Iterator[T]:
             yield problem
     except BrokenFieldRead:
         return
+
+
+# What TRL, transformers and accelerate refuse themselves.
+
+OF_THE_OWNERS = (
+    *(AttributeError, ImportError, KeyError, NotImplementedError, OSError, OverflowError, TypeError, ValueError),
+)
+"""Errors with which they refuse a setting when a config is made."""
+
+
+def refusal(error: Exception, config: Any, usual: str = "") -> Problem:
+    """Return an owner's error as a problem, of the setting that it names, or whose value it names.
+
+    That is the longest name that was set, else one whose value or option stands in the message, else `usual`.
+    """
+    reason = " ".join(str(error).split()).removesuffix(".")
+    words = set(re.findall(r"\w+", reason))
+    read = (f.name for f in dataclasses.fields(config) if not is_broken(getattr(config, f.name)))
+    names = sorted(read, key=len, reverse=True)
+    given = [name for name in names if is_set(config, name)]
+    quoted = [name for name in given if _is_quoted(plain(getattr(config, name)), reason, words)]
+    found = [*(name for name in given if name in words), *quoted, *(name for name in names if name in words)]
+    name = next(iter(found), usual)
+    return Problem(name or type(config).__name__, plain(getattr(config, name)) if name else ABSENT, reason, "")
+
+
+def _is_quoted(value: object, reason: str, words: set[str]) -> bool:
+    """Return whether a message has a text, or one of the keys of a mapping."""
+    if isinstance(value, Mapping):
+        return not words.isdisjoint(map(str, value))
+    return isinstance(value, str) and bool(value) and (value in words if value.isidentifier() else value in reason)

@@ -8,10 +8,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
-from transformers.training_args import OptimizerNames, trainer_log_levels
-
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.combinations import combinations
@@ -71,11 +67,8 @@ def _each(within: Within, *names: str) -> dict[str, Setting]:
     return dict.fromkeys(names, Setting(within))
 
 
-def _values(enum: type[Enum]) -> tuple[str, ...]:
-    return tuple(str(member.value) for member in enum)
-
-
-_FINITE = Within()
+FINITE = Within()
+"""The bounds of a number that has no others."""
 _POSITIVE = Within(above=0.0)
 GREEDY = "only the likeliest token is left, so that every completion of a group is the same"
 NOT_NEGATIVE = Within(least=0.0)
@@ -84,8 +77,6 @@ _UNIT = Within(least=0.0, most=1.0)
 _SHARE = Within(above=0.0, most=1.0)
 BELOW_ONE = Within(least=0.0, below=1.0)
 _SEED = Within(least=0.0, most=2.0**32 - 1, because="NumPy takes no other seeds")
-_PORT = Within(least=1.0, most=65535.0, because="it is a port")
-_INTERVALS = _values(IntervalStrategy)
 
 SETTINGS: dict[str, Setting] = {
     # The loss.
@@ -94,13 +85,13 @@ SETTINGS: dict[str, Setting] = {
         *("loss_type", "loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs", "use_adaptive_entropy"),
         *("use_bias_correction_kl", "mask_truncated_completions"),
         *("skip_zero_advantages", "vllm_importance_sampling_correction"),
+        *("entropy_coef", "entropy_coef_min", "entropy_coef_max"),
         _each(
             NOT_NEGATIVE,
             *("beta", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos"),
             *("vespo_lambda_neg", "entropy_coef_delta", "entropy_target", "router_aux_loss_coef"),
         ),
         _each(_POSITIVE, "delta", "sapo_temperature_pos", "sapo_temperature_neg", "off_policy_mask_threshold"),
-        _each(_FINITE, "entropy_coef", "entropy_coef_min", "entropy_coef_max"),
         loss_defaults=Setting(choices=("paper", "trl")),
         importance_sampling_level=Setting(choices=ratios),
         kl_estimator=Setting(choices=kl_estimators, function=True),
@@ -130,7 +121,7 @@ SETTINGS: dict[str, Setting] = {
         _each(COUNT, "max_completion_length", "ref_model_sync_steps"),
         temperature=Setting(Within(above=0.0, because="at 0 every completion of a group is the same")),
         num_generations=Setting(Within(least=2.0, because="a group baseline needs at least 2 completions per prompt")),
-        pad_to_multiple_of=Setting(COUNT, choices=("auto",)),
+        pad_to_multiple_of=Setting(COUNT),
         ref_model_mixup_alpha=Setting(_UNIT),
     ),
     **_group(
@@ -147,7 +138,7 @@ SETTINGS: dict[str, Setting] = {
         "generation_kwargs",
         *("ds3_gather_for_generation", "chat_template_kwargs", "cache_implementation", "use_transformers_paged"),
         *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
-        *("vllm_structured_outputs_regex", "vllm_engine_kwargs"),
+        *("vllm_structured_outputs_regex", "vllm_engine_kwargs", "vllm_model_impl"),
         _each(COUNT, "dynamic_sampling_max_rounds", "max_tool_calling_iterations", "vllm_max_model_length"),
         top_p=Setting(_SHARE),
         top_k=Setting(Within(least=0.0, because="0 switches it off")),
@@ -158,21 +149,18 @@ SETTINGS: dict[str, Setting] = {
         dynamic_sampling=Setting(text="Write reward, or the name of one of the rewards, or leave it out."),
         completion_length_counts=Setting(choices=("all", "policy")),
         vllm_mode=Setting(choices=("server", "colocate")),
-        vllm_model_impl=Setting(choices=("vllm", "transformers")),
         vllm_dtype=Setting(choices=("auto", "float32", "bfloat16", "float16")),
     ),
     **_group(
         Change.ROUNDING,
+        "vllm_tensor_parallel_size",
         rollout_device=Setting(text="Write cpu, cuda or cuda:1, or leave it out."),
         environment_waves=Setting(choices=("ready", "turn")),
-        vllm_tensor_parallel_size=Setting(COUNT),
     ),
     **_group(
         Change.NOTHING,
-        *("vllm_server_base_url", "vllm_server_host", "vllm_enable_sleep_mode"),
-        _each(_PORT, "vllm_server_port", "vllm_group_port"),
-        vllm_server_timeout=Setting(_POSITIVE),
-        vllm_gpu_memory_utilization=Setting(_SHARE),
+        *("vllm_server_base_url", "vllm_server_host", "vllm_enable_sleep_mode", "vllm_server_port"),
+        *("vllm_group_port", "vllm_server_timeout", "vllm_gpu_memory_utilization"),
         vllm_weight_transfer=Setting(choices=("auto", "nccl", "gloo")),
         rollout_drift=Setting(NOT_NEGATIVE),
         rollout_drift_action=Setting(choices=("warn", "stop")),
@@ -198,10 +186,9 @@ SETTINGS: dict[str, Setting] = {
     ),
     **_group(
         Change.NOTHING,
-        *("dataloader_pin_memory", "dataloader_persistent_workers"),
-        _each(NOT_NEGATIVE, "dataloader_num_workers", "reward_workers", "reward_memory_gib"),
-        dataloader_prefetch_factor=Setting(COUNT),
-        dataloader_multiprocessing_context=Setting(choices=("fork", "spawn", "forkserver")),
+        *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_num_workers"),
+        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
+        _each(NOT_NEGATIVE, "reward_workers", "reward_memory_gib"),
     ),
     # The optimizer and its schedule.
     **_group(Change.LENGTH, "max_steps", num_train_epochs=Setting(_POSITIVE)),
@@ -209,11 +196,9 @@ SETTINGS: dict[str, Setting] = {
         Change.ANOTHER_RUN,
         "sync_ref_model",
         *("optim_target_modules", "optim_args", "lr_scheduler_kwargs", "average_tokens_across_devices"),
-        _each(NOT_NEGATIVE, "warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha"),
-        _each(BELOW_ONE, "adam_beta1", "adam_beta2"),
-        optim=Setting(choices=_values(OptimizerNames)),
-        learning_rate=Setting(NOT_NEGATIVE),
-        lr_scheduler_type=Setting(choices=_values(SchedulerType)),
+        *("adam_beta1", "adam_beta2", "learning_rate", "lr_scheduler_type", "neftune_noise_alpha", "optim"),
+        "warmup_steps",
+        _each(NOT_NEGATIVE, "weight_decay", "max_grad_norm"),
         adam_epsilon=Setting(_POSITIVE),
     ),
     **_group(Change.NOTHING, on_nonfinite=Setting(choices=("stop", "skip"))),
@@ -222,22 +207,17 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.ANOTHER_RUN,
         *("tf32", "liger_kernel_config", "use_cache", "accelerator_config", "parallelism_config"),
-        *("fsdp_config", "deepspeed"),
-        _each(COUNT, "lora_r", "lora_alpha"),
-        fsdp=Setting(text="Launch by --accelerate_config fsdp2, or leave it out."),
-        lora_dropout=Setting(BELOW_ONE),
+        *("fsdp", "fsdp_config", "deepspeed", "lora_r", "lora_alpha", "lora_dropout"),
     ),
     **_group(
         Change.ROUNDING,
         *("attn_implementation", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "ddp_static_graph"),
         *("full_determinism", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu"),
-        ddp_backend=Setting(choices=("nccl", "gloo", "mpi", "xccl", "hccl", "cncl", "mccl")),
-        ddp_bucket_cap_mb=Setting(COUNT),
+        *("ddp_backend", "ddp_bucket_cap_mb"),
     ),
     **_group(
         Change.NOTHING,
-        *("debug", "do_train", "local_rank", "skip_memory_metrics"),
-        _each(COUNT, "ddp_timeout", "torch_empty_cache_steps"),
+        *("ddp_timeout", "debug", "do_train", "local_rank", "skip_memory_metrics", "torch_empty_cache_steps"),
     ),
     # Logging.
     **_group(
@@ -245,24 +225,18 @@ SETTINGS: dict[str, Setting] = {
         "disable_tqdm",
         *("include_num_input_tokens_seen", "log_completions", "log_completions_hub_repo", "log_multimodal"),
         *("log_on_each_node", "log_unique_prompts", "logging_first_step", "logging_nan_inf_filter"),
-        *("project", "run_name"),
+        *("project", "run_name", "log_level", "log_level_replica", "logging_strategy", "logging_steps", "report_to"),
         *("trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
-        log_level=Setting(choices=tuple(trainer_log_levels)),
-        log_level_replica=Setting(choices=tuple(trainer_log_levels)),
-        logging_strategy=Setting(choices=_INTERVALS),
-        logging_steps=Setting(NOT_NEGATIVE),
         num_completions_to_print=Setting(NOT_NEGATIVE),  # at 0 only the files are written
-        report_to=Setting(choices=(*INTEGRATION_TO_CALLBACK, "all", "none")),
     ),
     # Evaluation.
     **_group(
         Change.NOTHING,
         *("dataset_test_split", "do_eval", "do_predict", "eval_do_concat_batches", "eval_on_start", "eval_sets"),
         *("eval_use_gather_object", "bf16_full_eval", "fp16_full_eval", "prediction_loss_only"),
-        *("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
-        _each(NOT_NEGATIVE, "eval_steps", "eval_delay"),
-        _each(COUNT, "eval_accumulation_steps", "num_generations_eval", "per_device_eval_batch_size"),
-        eval_strategy=Setting(choices=_INTERVALS),
+        *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "eval_strategy", "eval_steps"),
+        *("eval_delay", "eval_accumulation_steps"),
+        _each(COUNT, "num_generations_eval", "per_device_eval_batch_size"),
         include_for_metrics=Setting(unused="no compute_metrics is called"),
         batch_eval_metrics=Setting(unused="no compute_metrics is called"),
     ),
@@ -272,10 +246,7 @@ SETTINGS: dict[str, Setting] = {
         Change.NOTHING,
         *("enable_jit_checkpoint", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision"),
         *("push_to_hub", "output_dir", "resume_from_checkpoint"),
-        *("save_on_each_node", "save_only_model"),
-        hub_strategy=Setting(choices=_values(HubStrategy)),
-        save_strategy=Setting(choices=_values(SaveStrategy)),
-        save_steps=Setting(NOT_NEGATIVE),
+        *("save_on_each_node", "save_only_model", "hub_strategy", "save_strategy", "save_steps"),
         save_total_limit=Setting(COUNT),
     ),
 }

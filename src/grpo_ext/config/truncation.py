@@ -52,8 +52,8 @@ def rescalings(config: GRPOExtArguments) -> dict[str, object]:
 
 
 def _given(config: GRPOExtArguments, effects: Mapping[str, object]) -> dict[str, object]:
-    given, known = as_mapping(config.generation_kwargs), generation_options(vllm=bool(config.use_vllm))
-    names = [name for name in given if name in effects and name in known]
+    given = as_mapping(config.generation_kwargs)
+    names = [name for name in given if name in effects and (config.use_vllm or name in generation_options())]
     off: tuple[object, ...] = (None, "", [], {}, ())  # not 0, which may be the id of a token, or a scale
     acts = (name for name in names if given[name] not in (*off, effects[name]) and given[name] is not False)
     return {f"generation_kwargs.{name}": given[name] for name in acts}

@@ -2,16 +2,23 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.engine_options import ENGINE_OPTION_RULES
-from grpo_ext.config.launch import world_size
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import Conflict, Rule
 from grpo_ext.errors import Problem
+
+
+def missing(config: GRPOExtArguments) -> Iterator[Problem]:
+    """Yield that vLLM is not here: this package imports it before TRL looks for it."""
+    if config.use_vllm and find_spec("vllm") is None:
+        cure = "Install it (pip install 'grpo-ext[vllm]'), or set use_vllm: false, so that transformers generates."
+        yield Problem("use_vllm", True, "it needs vllm, which is not installed", cure)
 
 
 def quantized_problem(setting: str, value: object) -> Problem:
@@ -87,24 +94,6 @@ VLLM_RULES: tuple[Rule, ...] = (
         lambda c: c.use_cpu and c.vllm_weight_transfer == "nccl" and _server(c),
         "NCCL needs a GPU on the trainer's side too",
         "Set 'auto' or 'gloo'.",
-    ),
-    Conflict(
-        "vllm_server_timeout ddp_timeout",
-        lambda c: _server(c) and world_size() > 1 and c.vllm_server_timeout >= c.ddp_timeout,
-        "the other processes wait for the one that waits for the server, and give up after ddp_timeout",
-        "Set it below {c.ddp_timeout}.",
-    ),
-    Conflict(
-        "vllm_enable_sleep_mode use_cpu",
-        lambda c: c.use_cpu and c.vllm_enable_sleep_mode and _colocated(c),
-        "vLLM cannot put its engine to sleep on a CPU",
-        "Remove it.",
-    ),
-    Conflict(
-        "vllm_tensor_parallel_size",
-        lambda c: _colocated(c) and world_size() % c.vllm_tensor_parallel_size,
-        "it does not divide the {c.world_size} processes, which colocated engines share",
-        "Set it to a divisor, or vllm_mode: server.",
     ),
 )
 """Settings of colocated engines and of a server."""

@@ -28,43 +28,24 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
         *("rollout_drift", "rollout_drift_action"),
     ),
     "use_vllm: true or rollout_ahead": (_CORRECTION, "sampler_correction", "old_logps"),
-    "vllm_mode: server": ("vllm_server_", "vllm_group_port", "vllm_weight_transfer"),
-    "vllm_mode: colocate": ("vllm_enable_sleep_mode",),
+    "vllm_mode: server": ("vllm_weight_transfer",),
     "vllm_importance_sampling_correction: true": (
         *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
     ),
-    "use_vllm: false": ("cache_implementation", "use_transformers_continuous_batching", "rollout_engine"),
+    "use_vllm: false": ("rollout_engine",),
     "use_transformers_continuous_batching: false": ("rollout_engine",),
     "rollout_engine: process": ("rollout_device",),
     "dynamic_sampling: a reward's name": ("dynamic_sampling_max_rounds",),
-    "use_transformers_continuous_batching: true": ("transformers_continuous_batching_config",),
     "use_adaptive_entropy: true": ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
     "sync_ref_model: true": ("ref_model_",),
-    "log_completions: true": ("num_completions_to_print", "log_unique_prompts"),
-    "use_liger_kernel: true": ("liger_kernel_config",),
-    "gradient_checkpointing: true": ("gradient_checkpointing_kwargs",),
-    "logging_strategy: steps": ("logging_steps",),
-    "save_strategy: steps": ("save_steps",),
-    "eval_strategy: steps": ("eval_steps",),
-    "an lr_scheduler_type that warms up (constant_with_warmup, linear, cosine, ...)": ("warmup_steps",),
-    "optim: adam..., lion... or another that reads them": ("adam_",),
-    "optim: galore_... or apollo_..., which alone read it,": ("optim_target_modules",),
-    "fsdp": ("fsdp_config",),
+    "log_completions: true": ("num_completions_to_print",),
     "rollout_drift above 0 (0 means not checked)": ("rollout_drift_action",),
-    "vllm_server_base_url left out, which names host and port itself,": ("vllm_server_host", "vllm_server_port"),
-    "push_to_hub: true": ("hub_",),
 }
 """Settings without which others have no effect; a name that ends in _ means all names that begin with it."""
 _ON: dict[str, Callable[[GRPOExtArguments], object]] = {
     "use_vllm: true or": lambda c: c.samples_otherwise,
     "dynamic_sampling": lambda c: c.dynamic_sampling is not None,
-    "eval_strategy": lambda c: c.eval_strategy in ("steps", "no"),
-    "an lr_scheduler_type": lambda c: c.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau"),
-    "optim: adam": lambda c: any(word in str(plain(c.optim)) for word in ("adam", "lion")),
-    "optim: galore": lambda c: str(plain(c.optim)).startswith(("galore", "apollo")),
-    "fsdp": lambda c: c.fsdp,
     "rollout_drift": lambda c: c.rollout_drift != 0,
-    "vllm_server_base_url": lambda c: c.vllm_server_base_url is None,
 }
 """When those are on that are not one value of a setting, by the beginnings of their names."""
 
@@ -155,31 +136,6 @@ def share_of_groups(size: int, k: int, rate: float) -> float:
 
 _WIDE_CLIP = "a clip this wide never acts", "Papers have 0.0003 to 0.4; lower it."
 _UNUSUAL: tuple[Rule, ...] = (
-    Conflict(
-        "num_train_epochs max_steps",
-        lambda c: c.max_steps > 0 and is_set(c, "num_train_epochs"),
-        "it has no effect, because max_steps ends the run",
-        "Remove one of them.",
-    ),
-    Conflict(
-        "learning_rate",
-        lambda c: c.learning_rate > 0.1,
-        "GRPO trains at 1e-7 to 1e-4 and diverges far below this",
-        "Is a minus missing, as in 1e-6?",
-    ),
-    Conflict("learning_rate", lambda c: c.learning_rate == 0, "no step changes a weight", "Papers have 1e-7 to 1e-5."),
-    Conflict(
-        "max_grad_norm",
-        lambda c: 0 < c.max_grad_norm < 1e-6,
-        "Adam's denominator is 1e-8 at least, so gradients this small change no weight",
-        "Papers have 0.1 to 1; 0 does not clip.",
-    ),
-    Conflict(
-        "warmup_steps max_steps",
-        lambda c: c.warmup_steps >= c.max_steps > 0,
-        "the run ends before the learning rate has risen",
-        "Lower warmup_steps.",
-    ),
     Conflict(
         "temperature",
         lambda c: c.temperature > 2.0,

@@ -1,23 +1,16 @@
 """Rules between the parts of a recipe (model, data, rewards, training), and warnings of what is probably not meant."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import TaskType
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import DatasetMixtureConfig, ModelConfig
 
 from grpo_ext.config.adapters import adapter_problems, is_adapter
-from grpo_ext.config.fields import outside, unknown_value
+from grpo_ext.config.fields import outside
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.launch import elsewhere
-from grpo_ext.config.machine import machine_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.config.rules import as_far_as_sound, is_set
@@ -50,14 +43,10 @@ def part_problems(
     """
     if model is not None:
         yield from _model(model)
-        for rule in (_reference, _quantized, _on_cpu, _loading):
+        for rule in (_quantized, _loading):
             yield from as_far_as_sound(rule(training, model))
     yield from as_far_as_sound(_resume(training))
     yield from as_far_as_sound(_output(training))
-    yield from as_far_as_sound(machine_problems(training, model))
-    for part, name in ((script, "dataset_streaming"), (mixture, "streaming")):
-        if part is not None and getattr(part, name):
-            yield from as_far_as_sound(_endless(training, name))
     if script is not None:
         yield from outside(script)
         if sys.platform == "win32" and script.reward_workers != 0:
@@ -68,15 +57,6 @@ def part_problems(
             yield from _data(script, data, mixture)
 
 
-def _reference(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:
-    if training.sync_ref_model and (model.use_peft or is_adapter(model.model_name_or_path)):
-        reason = (
-            "with an adapter (use_peft, or as model_name_or_path) the reference is the model without it, or with it "
-            "as it was, and does not change"
-        )
-        yield Problem("sync_ref_model", True, reason, "Remove sync_ref_model.")
-
-
 def _quantized(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:
     """Yield settings that quantize weights which no process has as a whole to push them to vLLM."""
     for name in ("load_in_4bit", "load_in_8bit"):
@@ -84,67 +64,18 @@ def _quantized(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]
             yield sharded_problem(name, True)
 
 
-def _on_cpu(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:
-    attention = model.attn_implementation
-    if training.use_cpu and str(attention).startswith("flash_attention"):
-        cure = "Set attn_implementation: sdpa."
-        yield Problem("attn_implementation", attention, "it runs on GPUs only", cure, {"use_cpu": True})
-
-
 def _output(training: GRPOExtConfig) -> Iterator[Problem]:
-    """Yield why the run cannot write to its folder."""
-    folder = training.output_dir
-    if folder is not None and not folder.strip():
-        yield Problem("output_dir", folder, "empty text is no folder", "Name one, or leave it out: trainer_output.")
-        return
-    path = Path(folder or ".").expanduser().absolute()
-    existing = next(place for place in (path, *path.parents) if os.path.exists(place))
-    if not existing.is_dir():
-        yield Problem("output_dir", folder, f"{existing} is a file", f"Set output_dir: {existing}-run.")
-    elif not elsewhere() and not os.access(existing, os.W_OK):
-        yield Problem("output_dir", folder, f"you may not write to {existing}", "Name a folder of yours.")
+    if training.output_dir is not None and not training.output_dir.strip():
+        cure = "Name one, or leave it out: trainer_output."
+        yield Problem("output_dir", training.output_dir, "empty text is no folder", cure)
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:
-    path = model.model_name_or_path
-    if not path:
+    if not model.model_name_or_path:
         cure = "Set it to a hub id, a folder or 'quickstart'."
         yield Problem("model_name_or_path", None, "no model to train", cure)
-    elif isinstance(path, str) and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
-        yield Problem("model_name_or_path", path, "no such folder", _close_folder(path))
     yield from adapter_problems(model)
-    metadata = {f.name: f.metadata for f in dataclasses.fields(model)}
-    choices: dict[str, Sequence[str]] = {
-        name: metadata[name]["choices"] for name in ("dtype", "bnb_4bit_quant_type")
-    } | {"lora_task_type": [kind.value for kind in TaskType]}
-    attention = model.attn_implementation
-    if attention and "/" not in attention:
-        choices["attn_implementation"] = ("eager", *ALL_ATTENTION_FUNCTIONS)
-    for name, known in choices.items():
-        value = getattr(model, name)
-        if isinstance(value, str) and value not in known:
-            yield unknown_value(name, value, known)
     yield from outside(model)
-    for name in ("load_in_4bit", "load_in_8bit"):
-        if getattr(model, name) and not (model.use_peft or is_adapter(path)):
-            reason = "quantized weights cannot be trained, only an adapter on them"
-            yield Problem(name, True, reason, "Set use_peft: true.")
-
-
-def _close_folder(path: str) -> str:
-    """Return the cure that names a folder beside a missing one."""
-    parent = Path(path).expanduser().parent
-    siblings = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-    close = get_close_matches(Path(path).name, siblings, n=1)
-    if close and path[0] == ".":
-        return f"Set model_name_or_path: ./{Path(path).parent / close[0]}."
-    return "Correct the path, or give a hub id."
-
-
-def _endless(training: GRPOExtConfig, name: str) -> Iterator[Problem]:
-    if training.max_steps <= 0:
-        reason = "a stream has no length, so the run has no end"
-        yield Problem(name, True, reason, "Set max_steps.", {"max_steps": training.max_steps})
 
 
 _INIT_KWARGS = {
@@ -158,13 +89,6 @@ _INIT_KWARGS = {
 
 def _loading(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:
     given = as_mapping(training.model_init_kwargs)
-    for key in ("dtype", "torch_dtype"):
-        value = given.get(key, "auto")
-        if isinstance(value, str) and value != "auto" and not isinstance(getattr(torch, value, None), torch.dtype):
-            yield unknown_value(f"model_init_kwargs.{key}", value, ("auto", "bfloat16", "float16", "float32"))
-    attention, known = given.get("attn_implementation"), ("eager", *ALL_ATTENTION_FUNCTIONS)
-    if isinstance(attention, str) and "/" not in attention and attention.removeprefix("paged|") not in known:
-        yield unknown_value("model_init_kwargs.attn_implementation", attention, known)
     for key, name in _INIT_KWARGS.items():
         if key in given and is_set(model, name) and given[key] != getattr(model, name):
             beside = {name: getattr(model, name)}
@@ -219,12 +143,10 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
 
 _MIXTURE_KEYS = ("streaming", "test_split_size")
 _DATASET_KEYS = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming")
-_EVALUATION_KEYS = ("eval_steps", "eval_delay", "num_generations_eval", "metric_for_best_model", "greater_is_better")
-_4BIT_KEYS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 
 
 def _idle_settings(recipe: Recipe) -> Iterator[str]:
-    mixed, evaluated = bool(recipe.mixture.datasets), recipe.training.eval_strategy != "no"
+    mixed = bool(recipe.mixture.datasets)
     adapted = recipe.model.use_peft or is_adapter(str(recipe.model.model_name_or_path))  # one that `eval` was given
     lora = tuple(f.name for f in dataclasses.fields(recipe.model) if f.name.startswith(("lora_", "use_rslora")))
     for part, names, switch, cure in (
@@ -233,14 +155,6 @@ def _idle_settings(recipe: Recipe) -> Iterator[str]:
         (recipe.script, _DATASET_KEYS, not mixed, "dataset_name (a mixture has its own keys, inside datasets)"),
         (recipe.data, ("test_size",), not mixed, "dataset_name (a mixture has test_split_size)"),
         (recipe.data, ("split_seed",), recipe.data.test_size is not None, "test_size"),
-        (recipe.model, _4BIT_KEYS, recipe.model.load_in_4bit, "load_in_4bit: true"),
-        (recipe.training, _EVALUATION_KEYS, evaluated, "eval_strategy: steps or epoch"),
-        (
-            recipe.training,
-            ("per_device_eval_batch_size",),
-            evaluated or recipe.eval_sets,
-            "eval_strategy or eval_sets",
-        ),
     ):
         idle = [] if switch else [name for name in names if is_set(part, name)]
         if idle:

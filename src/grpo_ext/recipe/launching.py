@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -181,17 +180,6 @@ def _of_deepspeed_file(path: Path) -> dict[str, Any]:
         return {"zero_stage": zero["stage"]} | {f"offload_{part}_device": host for part, host in hosts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the launch reports it
         return {"zero_stage": 0}
-
-
-def missing_engine(launch: Launch) -> Iterator[Problem]:
-    """Yield why this machine does not have the engine of a launch."""
-    engine = engine_of(launch).name
-    if launch.config and read_yaml(launch.config).get("distributed_type") == "MEGATRON_LM":
-        yield Problem("accelerate_config", str(launch.config), "TRL has no Megatron-LM", "Name ddp, fsdp2 or zero3.")
-    if engine.startswith("DeepSpeed") and find_spec("deepspeed") is None:
-        cure = "Install it (pip install 'grpo-ext[deepspeed]'), or give --accelerate_config ddp, cpu_ddp or fsdp2."
-        name = launch.config.stem if launch.config else " ".join(launch.options)
-        yield Problem("accelerate_config", name, f"{engine} needs deepspeed, which is not installed", cure)
 
 
 def check_launched(launch: Launch) -> None:

@@ -1,7 +1,6 @@
 """Check the LoRA settings of a recipe, and the modules that they name against those of the model."""
 
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -31,7 +30,7 @@ def ignored(written: Collection[str], model: ModelConfig) -> Iterator[Problem]:
 
 
 def unmatched(empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:
-    """Yield names, and regular expressions of whole paths, that match no module of the model."""
+    """Yield names in a list that match no module of the model: PEFT trains the others."""
     modules = dict(empty.named_modules())
     linear = sorted({n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, torch.nn.Linear)})
     head = next((n for n, m in modules.items() if m is empty.get_output_embeddings()), None)
@@ -45,10 +44,7 @@ def unmatched(empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:
         ("lora_target_parameters", "parameter", parameters, tails),
     ):
         given = getattr(model, setting)
-        if isinstance(given, str):
-            yield from _unmatched_pattern(setting, given, modules, known)
-            continue
-        for target in given or ():
+        for target in given or () if not isinstance(given, str) else ():  # PEFT refuses a text that fits nothing
             if not any(name == target or name.endswith(f".{target}") for name in names):
                 reason = f"no {kind} of {type(empty).__name__} has the name {target!r}"
                 yield Problem(setting, ABSENT, reason, did_you_mean(str(target), known))
@@ -57,21 +53,3 @@ def unmatched(empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:
             f"TRL takes log-probabilities from the weight of {head!r} directly, and would not train an adapter on it"
         )
         yield Problem("lora_target_modules", model.lora_target_modules, reason, "Remove it.")
-
-
-def _unmatched_pattern(
-    setting: str, given: str, modules: Mapping[str, torch.nn.Module], known: list[str]
-) -> Iterator[Problem]:
-    if "," in given and "(" not in given:
-        names = ", ".join(name.strip() for name in given.split(","))
-        yield Problem(setting, given, "text where a list is expected", f"Write {setting}: [{names}].")
-        return
-    try:
-        fits = given == "all-linear" or any(re.fullmatch(given, name) for name in modules)
-    except re.error as error:
-        cure = f"Set {setting}: all-linear, or a list of names."
-        yield Problem(setting, given, f"not a regular expression ({error})", cure)
-        return
-    if not fits:
-        reason = "no module has a path that it matches as a regular expression"
-        yield Problem(setting, given, reason, did_you_mean(given, known))

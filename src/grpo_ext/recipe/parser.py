@@ -16,7 +16,7 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from grpo_ext.config.fields import sound_values
 from grpo_ext.config.grpo_config import REMOVED, GRPOExtConfig
 from grpo_ext.config.paths import PATHS, expand, unknown
-from grpo_ext.config.rules import without
+from grpo_ext.config.rules import OF_THE_OWNERS, refusal, without
 from grpo_ext.config.settings import FUNCTIONS
 from grpo_ext.config.spec import holds
 from grpo_ext.data.config import DataConfig
@@ -85,15 +85,13 @@ def parse_parts(values: Mapping[str, Any], args: Sequence[str], folder: Path | N
             if part is not GRPOExtConfig:  # which checks its types itself
                 sound, wrong = sound_values(part, argparse.Namespace(**given), _ALSO)
                 problems += wrong
-            if part is ModelConfig and sound.get("load_in_4bit") and sound.get("load_in_8bit"):
-                reason = "the weights are in one of the two"
-                problems.append(Problem("load_in_8bit", True, reason, "Keep one of them.", {"load_in_4bit": True}))
-                sound = {**sound, "load_in_8bit": False}
             made = part(**_with_whole_paths(sound, folder))
         except ConfigError as error:
             problems += error.problems
-        except (ImportError, OSError, TypeError, ValueError) as error:
-            problems.append(Problem(part.__name__, ABSENT, str(error), "Correct it."))
+        except OF_THE_OWNERS as error:
+            written = object.__new__(part)
+            vars(written).update(given or {})
+            problems.append(refusal(error, written))
         parts.append(_refused(given) if part is GRPOExtConfig and made is None else made)
     if (model := parts[PARTS.index(ModelConfig)]) and re.fullmatch(r"\w+", str(model.lora_target_modules or "")):
         # TRL unpacks a list of one name, and PEFT takes the name for a regular expression of whole paths

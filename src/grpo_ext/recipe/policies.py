@@ -1,10 +1,9 @@
 """Check a policy before its weights are loaded: whether GRPO can train it, and with the settings of a recipe."""
 
-import inspect
-import re
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +16,13 @@ from trl import ModelConfig, get_peft_config
 from grpo_ext.config.adapters import base_of, is_adapter, peft_problems
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
-from grpo_ext.config.models import model_problems
-from grpo_ext.config.precision import head_problems
-from grpo_ext.config.rules import as_far_as_sound
+from grpo_ext.config.rules import as_far_as_sound, refusal
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.loading import load_tokenizer_of
 from grpo_ext.recipe.lora import unmatched
-from grpo_ext.recipe.model_files import class_problems, config_problems, first_line, folder_problems, lacks_tokenizer
-from grpo_ext.registry import did_you_mean
+from grpo_ext.recipe.model_files import class_problems, config_problems, first_line, lacks_tokenizer
 from grpo_ext.rewards.models.loaded_model import own_weights
 from grpo_ext.rollout.vllm.unpushable import unpushable
 
@@ -57,10 +53,7 @@ def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[Inspect
 
     `training` may hold values that are refused already (`config.rules`).
     """
-    policy, problems = InspectedPolicy(), list(folder_problems(str(model.model_name_or_path)))
-    if problems:
-        policy.unknown = "see above"
-        return policy, problems
+    policy, problems = InspectedPolicy(), list[Problem]()
     with own_weights():  # ZeRO-3 would partition the model over processes, and it has no data
         if model.model_name_or_path in LESSONS:
             policy.tokenizer = build_tokenizer(LESSONS[model.model_name_or_path].words)
@@ -73,8 +66,6 @@ def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[Inspect
             problems += as_far_as_sound(_context_problems(policy.context, training))
             problems += as_far_as_sound(_model_problems(policy.empty, model, training))
             problems += _tokenizer_problems(policy, model)
-            if policy.tokenizer is not None:
-                problems += as_far_as_sound(model_problems(training, policy.empty, policy.tokenizer))
             problems += as_far_as_sound(_adapter_problems(policy, policy.empty, model, training))
     return policy, problems
 
@@ -84,7 +75,7 @@ def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[Inspect
 
 def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) -> Iterator[Problem]:
     """Load what is known without weights into `policy`, and yield what is wrong."""
-    name, trust = str(Path(str(model.model_name_or_path)).expanduser()), bool(training.trust_remote_code)
+    name, trust = os.path.expanduser(str(model.model_name_or_path)), bool(training.trust_remote_code)
     problem = partial(Problem, "model_name_or_path", model.model_name_or_path)
     try:
         whole, revision = base_of(name, model.model_revision) or (name, model.model_revision)
@@ -103,7 +94,6 @@ def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) 
         yield from found
         policy.unknown = "see above"
         return
-    yield from as_far_as_sound(_unknown_init_kwargs(training, config))
     try:
         policy.empty = _build(config, trust)
     except Exception as error:
@@ -120,29 +110,6 @@ def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) 
             yield problem(f"no tokenizer can be loaded from it ({first_line(error)})", cure)
 
 
-@cache
-def _loading_options() -> set[str]:
-    """Return the options of `from_pretrained` beside the fields of a model's configuration, as its source has them."""
-    methods = PreTrainedModel.from_pretrained, AutoModelForCausalLM.from_pretrained
-    taken = re.findall(
-        r'kwargs\.(?:pop|get|setdefault)\(\s*"(\w+)"', "".join(inspect.getsource(method) for method in methods)
-    )
-    named = (name for method in methods for name in inspect.signature(method).parameters)
-    return {*taken, *named, "low_cpu_mem_usage", "offload_state_dict"}
-
-
-def _unknown_init_kwargs(training: GRPOExtConfig, config: PreTrainedConfig) -> Iterator[Problem]:
-    known = _loading_options()
-    for key, value in as_mapping(training.model_init_kwargs).items():
-        if key not in known and not hasattr(config, key):
-            close = did_you_mean(key, sorted({*known, *config.to_dict()}))
-            cure = close if close.startswith("Did") else "Remove it."
-            if "flash" in key:
-                cure = "Remove it, and set attn_implementation: flash_attention_2."
-            reason = "neither from_pretrained nor the model's config has it"
-            yield Problem(f"model_init_kwargs.{key}", value, reason, cure)
-
-
 def _build(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     known = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
@@ -156,16 +123,10 @@ def _build(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel
 
 def _model_problems(empty: PreTrainedModel, model: ModelConfig, training: GRPOExtConfig) -> Iterator[Problem]:
     quantized = getattr(empty.config, "quantization_config", None)
-    if quantized is not None and not (model.use_peft or is_adapter(model.model_name_or_path)):
-        kind = as_mapping(quantized).get("quant_method") or getattr(quantized, "quant_method", "quantized")
-        reason = f"its weights are quantized ({getattr(kind, 'value', kind)}), so that only an adapter can be trained"
-        cure = "Set use_peft: true, or name the model before it was quantized."
-        yield Problem("model_name_or_path", model.model_name_or_path, reason, cure)
     if training.router_aux_loss_coef and not hasattr(empty.config.get_text_config(), "output_router_logits"):
         reason = f"{type(empty).__name__} has no experts to balance"
         yield Problem("router_aux_loss_coef", training.router_aux_loss_coef, reason, "Remove it.")
     adapted = model.use_peft or is_adapter(model.model_name_or_path)
-    yield from head_problems(training, tied=bool(empty.config.tie_word_embeddings), adapted=adapted)
     given = as_mapping(training.model_init_kwargs).get("quantization_config")
     if training.use_vllm and quantized is not None and leaves_packed(quantized if given is None else given):
         yield quantized_problem("model_name_or_path", model.model_name_or_path)
@@ -238,13 +199,8 @@ def _adapter_problems(
     else:
         try:
             adapted = get_peft_model(empty, cast(Any, get_peft_config(model)))
-        except Exception as error:
-            if model.lora_target_modules is None and model.lora_target_parameters is None:
-                reason = f"PEFT has no default for model_type {empty.config.model_type!r}"
-            else:
-                reason = first_line(error).partition("(")[0].replace("Target module", "PEFT has no adapter for a")
-            cure = "Set lora_target_modules: all-linear, or names of linear layers."
-            yield Problem("lora_target_modules", model.lora_target_modules, reason, cure)
+        except Exception as error:  # PEFT's own
+            yield refusal(error, model, "lora_target_modules")
             return
     policy.trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     if training.use_vllm:

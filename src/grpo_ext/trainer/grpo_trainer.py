@@ -173,7 +173,7 @@ class GRPOExtTrainer(Lifecycle):
             )
         # the model may be known by its name only
         found = *quantized_problems(args, self.model, None), *adapter_problems(args, adds_tokens(self.model))
-        found += tuple(model_problems(args, cast(Any, self.model), self._tokenizer))
+        found += tuple(model_problems(args, cast(Any, self.model)))
         if found:
             raise ConfigError(found)
         check_reward_names(self.reward_func_names)

@@ -14,22 +14,18 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from grpo_ext.config import process_engine
 from grpo_ext.config.adapters import peft_problems
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
-from grpo_ext.config.engines import adapter_problems as engine_problems
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.images import image_problems
 from grpo_ext.config.images import rollout_problems as image_rollout_problems
-from grpo_ext.config.machine import machine_problems
-from grpo_ext.config.mappings import as_mapping
-from grpo_ext.config.precision import head_problems
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import rollout_problems
-from grpo_ext.config.vllm import leaves_packed, packs_while_loading, quantized_problem
+from grpo_ext.config.vllm import leaves_packed, missing, packs_while_loading, quantized_problem
 from grpo_ext.data.eval_sets import best_metric_problems
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
 from grpo_ext.data.pictures import as_read, image_columns, with_pictures
@@ -119,7 +115,7 @@ def prepare(
         raise TypeError(f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more.")
     checked = isinstance(train_dataset, Checked)
     factory = rollouts["environment_factory"] is not None  # which may bring prompts and a reward
-    problems = [*machine_problems(args, None)]
+    problems: list[Any] = [*missing(args)]
     train_dataset = seen(as_dataset(train_dataset, "train_dataset"), "train_dataset", problems)
     eval_dataset = seen(as_dataset(eval_dataset, "eval_dataset"), "eval_dataset", problems)
     specs, found = parse_environments(environments)
@@ -134,10 +130,7 @@ def prepare(
         problems += [*image_problems(args, columns), *image_rollout_problems(rollouts)]
     problems += quantized_problems(args, model, quantization_config)
     adapters = [peft_config] if peft_config is not None else [*getattr(model, "peft_config", {}).values()]
-    problems += [found for config in adapters for found in (*peft_problems(config), *engine_problems(config))]
-    adapted = bool(adapters)
-    if args.cast_lm_head_to_fp32 and adapted:
-        problems += head_problems(args, tied=is_tied(model, args), adapted=True)
+    problems += [found for config in adapters for found in peft_problems(config)]
     if reward_funcs or not factory:
         own = environment_reward(specs)
         reward_funcs, args = prepare_rewards(reward_funcs, args, reward_workers, train_dataset, own, problems)
@@ -194,20 +187,6 @@ def quantized_problems(args: GRPOExtConfig, model: object, quantization_config: 
         yield quantized_problem("quantization_config", type(quantization_config).__name__)
     elif leaves_packed(own) and (packed_before or not packs_while_loading(own)):
         yield quantized_problem("model", type(model).__name__)
-
-
-def is_tied(model: Model, args: GRPOExtConfig) -> bool:
-    """Return whether embedding and head of a model are one weight; of a name, by the configuration there."""
-    config: Any = getattr(model, "config", None)
-    if isinstance(model, str):
-        options = as_mapping(args.model_init_kwargs)
-        try:
-            name, revision = str(policy(model)), options.get("revision")
-            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
-        except (OSError, ValueError):  # TRL reports that the model cannot be loaded
-            return False
-        return bool(options.get("tie_word_embeddings", config.tie_word_embeddings))
-    return bool(config.tie_word_embeddings)
 
 
 def policy(model: Model) -> Model:
