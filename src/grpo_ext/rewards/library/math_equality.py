@@ -3,6 +3,7 @@
 import logging
 import re
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -10,8 +11,6 @@ from grpo_ext.rewards.library.math_notation import items_of
 from grpo_ext.rewards.library.math_units import units_agree
 from grpo_ext.rewards.library.time_limit import time_limit
 
-for _name in ("math_verify.parser", "math_verify.grader"):
-    logging.getLogger(_name).setLevel(logging.ERROR)  # it warns that its own time limit is off
 TIME_LIMIT = 5.0
 """Limit of the processor's time of a comparison, or of reading a formula."""
 MAX_FORMULA, MAX_MATRIX = 200, 600  # characters: longer text is prose or an attempt to stall the parser
@@ -99,10 +98,18 @@ def _readings(value: MathValue) -> list[Any]:
     return [parsed / 100, parsed] if abs(parsed) >= 1 else [parsed / 100]
 
 
+@cache
+def _keep_math_verify_quiet() -> None:
+    """Drop its warnings that its own time limit is off."""
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def _parse(formula: str) -> Any:
     import sympy
     from math_verify import LatexExtractionConfig, parse
 
+    _keep_math_verify_quiet()
     number = re.fullmatch(r"\+?(-?(?:\d{1,300}(?:\.\d{1,300})?|\.\d{1,300})(?:[eE][-+]?\d{1,3})?)", formula.strip("$"))
     if number:  # the common case, without LaTeX's parser
         return (sympy.Float if re.search(r"[.eE]", formula) else sympy.Integer)(number[1])
@@ -124,6 +131,7 @@ def _same(gold: Any, answer: Any) -> bool:
     import sympy
     from math_verify import verify
 
+    _keep_math_verify_quiet()
     gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
     if (near := _near(gold, answer)) is not None:
         return near
