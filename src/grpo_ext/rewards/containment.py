@@ -15,9 +15,8 @@ from grpo_ext.rewards.failures import from_outside, nan_warning
 from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts, wrong_length
 from grpo_ext.rewards.runtime import AsyncComponent, Component
 from grpo_ext.rewards.signatures import callable_name, is_async
-from grpo_ext.rewards.workers.pool import Interrupted
 from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards
-from grpo_ext.waiting import SIGNALLED, named
+from grpo_ext.waiting import SIGNALLED, Interrupted, awaited, named
 
 logger = logging.getLogger(__name__)
 
@@ -63,18 +62,33 @@ def for_trl(reward: Any, take: Take, ready: Ready = lambda *_: None) -> Any:
         return scores.values
 
     async def call_async(**columns: Any) -> list[float | None]:
-        return taken(ready(name, columns) or await scorer.scores_async(columns))
+        try:
+            return taken(ready(name, columns) or await scorer.scores_async(columns))
+        except Interrupted:
+            return taken(_left(columns))
 
     def call(**columns: Any) -> list[float | None]:
-        try:
-            return taken(ready(name, columns) or scorer.scores(columns))
-        except Interrupted:  # on this process; all raise when their rewards are checked
-            rows = row_count(columns)
-            return taken(Scores([0.0] * rows, [None] * rows, error=SIGNALLED))
+        return taken(ready(name, columns) or scores_or_left(scorer, columns))
 
     chosen = call_async if waits(scorer) else call
     chosen.__name__ = name
     return chosen
+
+
+def scores_or_left(scorer: Any, columns: Mapping[str, Any]) -> Scores:
+    """Score a batch; where a signal ends the run and the reward does not end, the error is `SIGNALLED`.
+
+    All processes raise when their rewards are checked.
+    """
+    try:
+        return scorer.scores(columns)
+    except Interrupted:
+        return _left(columns)
+
+
+def _left(columns: Mapping[str, Any]) -> Scores:
+    rows = row_count(columns)
+    return Scores([0.0] * rows, [None] * rows, error=SIGNALLED)
 
 
 def waits(scorer: Any) -> bool:
@@ -143,7 +157,7 @@ class Contained:
         """Score one batch by an async function."""
         try:
             with self._named():
-                values = await self.function(**columns)
+                values = await awaited(self.function(**columns))
             return self._checked(values, columns)
         except BaseException as error:
             return self._failed(error, columns)

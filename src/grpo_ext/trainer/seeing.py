@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
+from peft import PeftModel
 
 from grpo_ext.config.images import image_problems, rollout_problems
 from grpo_ext.config.mappings import as_mapping
@@ -61,7 +63,7 @@ def fix_lengths(trainer: Any, train: object, *, played: bool) -> None:
     """Fix rotary embeddings that change with the length, where prompt and completion may cross the change.
 
     Raises:
-        ConfigError: they may, and the model's own code is unknown.
+        ConfigError: they may, and the model's own code is unknown, or its weights are those of an adapter only.
     """
     config, args = causal_lm(trainer.model).config, trainer.args
     if (kind := growing(config)) is None:
@@ -75,9 +77,14 @@ def fix_lengths(trainer: Any, train: object, *, played: bool) -> None:
         return
     why = f"its {kind} rotary embeddings change beyond {limit} tokens, which prompt and completion may exceed"
     keep = f"lower max_completion_length and max_prompt_length to {limit} tokens together"
+    problem = partial(Problem, "model_name_or_path", trainer.model.config._name_or_path or ABSENT)
+    if isinstance(trainer.model, PeftModel):
+        why += ", and an adapter, which is saved without them, would be loaded on others"
+        cure = "save the base with factors that do not change (longrope: short_factor equal to long_factor)"
+        raise ConfigError([problem(why, f"{keep[0].upper()}{keep[1:]}; or {cure}.")])
     for model in filter(None, (trainer.model, trainer.ref_model)):
         if not fix_rotary(causal_lm(trainer.accelerator.unwrap_model(model)), longest):
-            raise ConfigError([Problem("model_name_or_path", args.run_name, why, f"{keep[0].upper()}{keep[1:]}.")])
+            raise ConfigError([problem(why, f"{keep[0].upper()}{keep[1:]}.")])
     if trainer.accelerator.is_main_process:
         logger.warning(
             f"{why}: all tokens get the frequencies of a row of {longest} tokens, in this run and in the model that "
