@@ -227,11 +227,21 @@ async def awaited(result: Awaitable[T]) -> T:
     Raises:
         Interrupted: a signal ends the run, and it has not come in its grace.
     """
-    task = asyncio.ensure_future(result)
-    try:
-        while not (await asyncio.wait([task], timeout=POLL_SECONDS))[0]:
-            if _signalled(GRACE_SECONDS):
-                raise Interrupted(SIGNALLED)
-        return task.result()
-    finally:
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def watch() -> None:
+        while not _signalled(GRACE_SECONDS):
+            await asyncio.sleep(POLL_SECONDS)
         task.cancel()
+
+    watcher = asyncio.ensure_future(watch())  # not the code itself: a SystemExit in a task ends its loop
+    try:
+        return await result
+    except asyncio.CancelledError:
+        if not watcher.done():
+            raise
+        task.uncancel()
+        raise Interrupted(SIGNALLED) from None
+    finally:
+        watcher.cancel()
