@@ -29,7 +29,24 @@ TRACEBACK_LINES = 6
 _POLL_SECONDS = 0.5
 
 
+_MOST_DESCRIPTORS, _SPARE_DESCRIPTORS = 2**16, 64
+"""To which their limit is raised; left for others."""
+
+
 # Processes.
+
+
+def free_descriptors(*, raised: bool = True) -> int:
+    """Return how many children's descriptors fit into this process's hard limit, to which its limit is `raised`."""
+    import resource  # not on Windows, where this module must still import
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if raised else soft, hard))
+            soft = wanted
+    return (2**18 if soft == resource.RLIM_INFINITY else soft) - len(os.listdir("/dev/fd")) - _SPARE_DESCRIPTORS
 
 
 def start_python(program: str, arguments: Iterable[object], fds: Sequence[int]) -> "subprocess.Popen[bytes]":

@@ -1,13 +1,17 @@
 """One way to wait for another process: a limit, a line when nothing happens, and an end at once on a signal."""
 
+import asyncio
 import logging
 import math
+import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -108,6 +112,10 @@ class WaitedInVain(RuntimeError):
         self.since = since
 
 
+class Interrupted(BaseException):
+    """Others' code was ended by another thread, or by a signal that ends the run: no failure of its own."""
+
+
 class Wait:
     """A wait that ends when there was no progress for `limit` seconds, or on a signal.
 
@@ -157,13 +165,22 @@ class Wait:
         Raises:
             WaitedInVain: a signal ends the run.
         """
-        if time.monotonic() - shutdown().since >= self.grace:
+        if _signalled(self.grace):
             raise WaitedInVain(SIGNALLED, self.since)
         if (silent := self._other.silence(self.since, self.silent)) is not None:
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.left))
             line = f"no sign of life for {silent:.0f} s. Waiting until {until} ({self.setting}={self.limit:g} s)."
             logger.warning(f"{self.what}: {line}")
         return POLL_SECONDS
+
+
+def _signalled(grace: float) -> bool:
+    """Return whether a signal ends the run since `grace` seconds."""
+    return time.monotonic() - shutdown().since >= grace
+
+
+_LEAVE = getattr(signal, "SIGRTMIN", 0)
+"""Signal that a thread sends to the main one, so that others' code there is left; none on macOS and Windows."""
 
 
 @contextmanager
@@ -173,19 +190,58 @@ def named(what: str, cure: str) -> Iterator[None]:
     Args:
         what: runs; the subject of the line.
         cure: ends the line.
+
+    Raises:
+        Interrupted: a signal ends the run, and the block, in the main thread, has not ended in its grace.
     """
-    other, began = shutdown().others[what], time.monotonic()
+    other, began, over = shutdown().others[what], time.monotonic(), threading.Event()
+    patience, thread = other.patience, threading.current_thread()
+    leaves = _LEAVE and thread is threading.main_thread()
 
-    def tell() -> None:
-        if (silent := other.silence(began, 0.0)) is not None:
-            logger.warning(f"{what}: it has not returned for {silent:.0f} s, and nothing limits it. {cure}")
+    def leave(*_: object) -> None:
+        if not over.is_set():
+            raise Interrupted(f"{what}: {SIGNALLED}")
 
-    timer = threading.Timer(other.patience, tell)
-    timer.daemon = True
-    timer.start()
+    def watch() -> None:
+        while not over.wait(min(POLL_SECONDS, patience)):
+            if (silent := other.silence(began, patience)) is not None:
+                logger.warning(f"{what}: it has not returned for {silent:.0f} s, and nothing limits it. {cure}")
+            if leaves and _signalled(GRACE_SECONDS):
+                signal.pthread_kill(thread.ident or 0, _LEAVE)
+
+    before = signal.signal(_LEAVE, leave) if leaves else None
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
+        if leaves:
+            signal.signal(_LEAVE, before or signal.SIG_IGN)
         if other.hear():
             logger.warning(f"{what}: it has returned.")
+
+
+async def awaited(result: Awaitable[T]) -> T:
+    """Return the result of others' async code.
+
+    Raises:
+        Interrupted: a signal ends the run, and it has not come in its grace.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def watch() -> None:
+        while not _signalled(GRACE_SECONDS):
+            await asyncio.sleep(POLL_SECONDS)
+        task.cancel()
+
+    watcher = asyncio.ensure_future(watch())  # not the code itself: a SystemExit in a task ends its loop
+    try:
+        return await result
+    except asyncio.CancelledError:
+        if not watcher.done():
+            raise
+        task.uncancel()
+        raise Interrupted(SIGNALLED) from None
+    finally:
+        watcher.cancel()

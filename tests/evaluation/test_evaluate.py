@@ -1,8 +1,10 @@
 """An evaluation by the engine that trains: what it draws, what it leaves behind, and what it makes of judges."""
 
+import asyncio
 import json
 import random
 import signal
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
+from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step, waiting
 from grpo_ext.data.eval_sets import EvalSet, parse_eval_sets
-from grpo_ext.errors import ConfigError, RewardError, RunInterrupted
+from grpo_ext.errors import ConfigError, RewardError, RunInterrupted, SamplerLost
 from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.evaluation.evaluate import evaluate, prompts_at_a_time
 from grpo_ext.evaluation.results import Result, differences, logged_figures, per_prompt, result
@@ -143,6 +145,24 @@ def test_a_reward_that_raises_ends_it_by_name(trainer, tmp_path):
     bad = replace(SET, rewards=(RewardSpec("broken", "test_evaluate:broken", on_error="raise"),))
     with pytest.raises(RewardError, match="broken"):
         drawn(trainer(), tmp_path, bad)
+
+
+def hangs(completions, **_):
+    waiting.shutdown().set()
+    time.sleep(60.0)
+
+
+async def never(completions, **_):
+    waiting.shutdown().set()
+    await asyncio.sleep(60.0)
+
+
+@pytest.mark.parametrize("judge", ["hangs", "never"])
+def test_a_signal_leaves_a_judge_that_does_not_return(judge, trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.1)
+    chosen = replace(SET, rewards=(RewardSpec(judge, f"test_evaluate:{judge}"),))
+    with waiting.ended_by(waiting.Shutdown()), pytest.raises(SamplerLost, match="evaluation of held_out: not waited"):
+        drawn(trainer(), tmp_path, chosen)
 
 
 class Drawn(Conversation):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from grpo_ext.errors import ConfigError
@@ -83,7 +84,16 @@ def test_a_run_that_cannot_cross_it_keeps_the_model_as_it_is(make, tmp_path, cap
     assert trainer.state.log_history[0]["sampling/mismatch"] < 1e-5  # transformers' own generate has drawn
 
 
+@pytest.mark.parametrize("make", MODELS)
+def test_an_adapter_is_refused_where_its_base_would_change(make, tmp_path):
+    """It is saved without the base's frequencies, and would be another policy wherever it is loaded."""
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    with pytest.raises(ConfigError, match=r"beyond 16 tokens.*an adapter.*short_factor equal to long_factor"):
+        build(make(), tmp_path, peft_config=lora, **LONG)
+    build(make(64), tmp_path, peft_config=lora, **LONG)
+
+
 def test_generate_is_refused_where_it_would_forget_a_row(tmp_path):
     trainer = build(longrope(), tmp_path, rollout_engine="generate", **LONG)
-    with pytest.raises(ConfigError, match=r"rollout_engine='generate': rows may have 24 tokens.*within 16 tokens"):
+    with pytest.raises(ConfigError, match=r"generate.: rows may have 24 tokens.*auto, or keep .* within 16 tokens"):
         trainer.train()

@@ -97,6 +97,12 @@ def test_all_workers_of_a_process_end_at_once_and_none_is_started_for_them(temp,
         assert not list(temp.glob(f"{child_processes.FOLDER_PREFIX}*"))
 
 
+@pytest.mark.parametrize(("free", "size"), [(1000, 60), (41, 10), (-3, 1)])
+def test_a_pool_has_no_more_workers_than_descriptors_allow(free, size, temp, monkeypatch):
+    monkeypatch.setattr(pool, "free_descriptors", lambda: free)
+    assert Pool(60).size == size
+
+
 def test_the_time_in_which_the_end_of_a_worker_is_awaited_is_not_counted_for_others(monkeypatch):
     now = [0.0]
     died = Outcome(Status.DIED)

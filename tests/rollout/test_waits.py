@@ -21,7 +21,7 @@ from grpo_ext.errors import ConfigError, SamplerLost, ServerLost
 from grpo_ext.registry import import_path
 from grpo_ext.rewards.calls import in_process
 from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.containment import Contained
+from grpo_ext.rewards.containment import Contained, for_trl
 from grpo_ext.rollout.vllm import client as client_module
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.generation import Generation
@@ -144,6 +144,28 @@ def test_what_is_imported_or_scores_without_a_limit_is_named_once_it_takes_long(
     assert "it has not returned for 0 s, and nothing limits it. Ctrl-C ends it." in lines[0]
     assert lines[2].endswith(f"isolate: true limits it, by timeout={spec.timeout:g} s.")
     assert lines[3] == "reward 'slow': it has returned."
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+def test_a_signal_leaves_a_reward_that_hangs_in_the_main_thread(spoils, monkeypatch):
+    """Again, where the function has caught what was to end it."""
+    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.1)
+    before, scores = signal.getsignal(signal.SIGRTMIN), []
+
+    def hangs(completions, **_):
+        waiting.shutdown().set()
+        try:
+            time.sleep(SECONDS)
+        except BaseException:
+            if not spoils:
+                raise
+        time.sleep(SECONDS)
+
+    reward, began = for_trl(hangs, lambda name, found: scores.append(found)), time.monotonic()
+    assert reward(prompts=["b"], completions=["a"]) == [0.0]
+    assert time.monotonic() - began < SECONDS / 2
+    assert [found.error for found in scores] == [waiting.SIGNALLED]
+    assert signal.getsignal(signal.SIGRTMIN) == before
 
 
 # A server that plants faults.

@@ -25,7 +25,7 @@ FAULTS = {
     "skipped steps": ({"nonfinite/skipped_steps": 1.0}, 3),
     "misplaced mask": ({"completions/mask_misplaced": 0.8}, 2),
     "all masked": ({"completions/skipped": 1.0, "completions/mask_misplaced": None, "grad_norm": 0.0}, 5),
-    "no weight moves": ({"weights/change": lambda n: (0.0, 3e-12)[n % 2]}, 3),
+    "no weight moves": ({"weights/change": lambda n: (7e-10, 3e-9)[n % 2]}, 3),
     "end token lost": ({"completions/clipped_ratio": 1.0}, 3),
     "advantages of other rows": (
         {name: lambda n: 0.2 * (-1) ** n for name in (

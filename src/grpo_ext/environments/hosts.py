@@ -9,10 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
-from grpo_ext.child_processes import describe_exit
+from grpo_ext.child_processes import describe_exit, free_descriptors
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of
 from grpo_ext.environments.endpoint.server import Endpoint
 from grpo_ext.environments.fork_server import ForkServer, import_request
@@ -22,8 +21,8 @@ from grpo_ext.frames import FrameError, FrameStream, parsed_json, pickled, wait
 
 logger = logging.getLogger(__name__)
 _Imported: TypeAlias = tuple[bytes, tuple[str, ...]]
-_MOST_DESCRIPTORS, _SPARE_DESCRIPTORS, _OF_AN_ATTEMPT = 2**16, 64, 4
-"""To which their limit is raised; left for others; used by an attempt, the connections of an agent among them."""
+_OF_AN_ATTEMPT = 4
+"""Descriptors, the connections of an agent among them."""
 _LARGEST = 2**26
 """Most bytes of an answer."""
 _OUTPUT = 2000
@@ -157,16 +156,7 @@ def _imported(spec: EnvironmentSpec) -> _Imported:
 
 def most_attempts(*, raised: bool = True) -> int:
     """Return how many attempts fit at once into this process's hard limit of descriptors, to which it is `raised`."""
-    import resource  # not on Windows, where this module must still import
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if raised else soft, hard))
-            soft = wanted
-    used = len(os.listdir("/dev/fd"))
-    return max(1, (soft - used - _SPARE_DESCRIPTORS) // _OF_AN_ATTEMPT) if soft != resource.RLIM_INFINITY else 2**16
+    return max(1, free_descriptors(raised=raised) // _OF_AN_ATTEMPT)
 
 
 class EnvironmentHost:

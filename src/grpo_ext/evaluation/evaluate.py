@@ -23,6 +23,7 @@ from grpo_ext.errors import RewardError, SamplerLost, without_secrets
 from grpo_ext.evaluation.sampling import evaluating, length_of, seeded
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import of_agents
+from grpo_ext.rewards.containment import scores_or_left
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.seeds import Source, numbered
@@ -74,7 +75,8 @@ def evaluate(
                 errors = _add_rewards(trainer, samples, columns, runtime) if rank < len(taken) else []
                 gathered = gather_object([(own if rank < len(taken) else None, samples, errors)])
                 if failed := [error for _, _, theirs in gathered for error in theirs]:
-                    raise RewardError(failed[0])
+                    signalled = SamplerLost(f"evaluation of {chosen.name}: {SIGNALLED}")
+                    raise signalled if SIGNALLED in failed else RewardError(failed[0])
                 fresh = {chunk: theirs for chunk, theirs, _ in gathered if chunk is not None}
                 done |= fresh
                 if accelerator.is_main_process:
@@ -144,7 +146,7 @@ def _add_rewards(trainer: Any, samples: list[Row], columns: dict[str, list[Any]]
     attempts = columns.get(TRAJECTORY) if trainer.acting is not None else None
     errors = []
     for function in runtime.functions:
-        scores = function.scores({**columns, **given})
+        scores = scores_or_left(function, {**columns, **given})
         errors += [scores.error] if scores.error else []
         lost = [False] * len(samples) if attempts is None else [attempt.lost for attempt in attempts]
         values = [None if gone else value for gone, value in zip(lost, scores.values, strict=True)]

@@ -14,7 +14,7 @@ from grpo_ext.rewards.signatures import is_async
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Status
 from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards, logging_callbacks
-from grpo_ext.waiting import named
+from grpo_ext.waiting import awaited, named
 
 ISOLATION_BUDGET = 2.0
 """Time, in timeouts, for scoring the completions of a failed batch one by one."""
@@ -86,7 +86,7 @@ async def _call(spec: RewardSpec, columns: Columns, deadline: float | None) -> O
         with named(f"reward {spec.name!r}", f"isolate: true limits it, by timeout={spec.timeout:g} s."):
             values = spec.callable(**{**columns, **callbacks, **spec.kwargs})
             if is_async(spec.callable):
-                values = await values
+                values = await awaited(values)
         outcome = Outcome(Status.SCORED, listed_rewards(values), extras, metrics)
     except NotRewards as error:
         outcome = Outcome(Status.MISSHAPEN, reason=str(error))

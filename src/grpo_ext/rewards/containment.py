@@ -16,7 +16,7 @@ from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts, wrong_len
 from grpo_ext.rewards.runtime import AsyncComponent, Component
 from grpo_ext.rewards.signatures import callable_name, is_async
 from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards
-from grpo_ext.waiting import named
+from grpo_ext.waiting import SIGNALLED, Interrupted, awaited, named
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,22 @@ class Scored(NamedTuple):
 def scorer_of(reward: Any) -> Any:
     """Return what scores batches by `reward` as `Scores`; a model is returned as it is."""
     return reward if isinstance(reward, Component | Contained | torch.nn.Module) else Contained(reward)
+
+
+def scores_or_left(scorer: Any, columns: Mapping[str, Any]) -> Scores:
+    """Score a batch; where a signal ends the run and the reward does not end, the error is `SIGNALLED`.
+
+    All processes raise when their rewards are checked.
+    """
+    try:
+        return scorer.scores(columns)
+    except Interrupted:
+        return _left(columns)
+
+
+def _left(columns: Mapping[str, Any]) -> Scores:
+    rows = row_count(columns)
+    return Scores([0.0] * rows, [None] * rows, error=SIGNALLED)
 
 
 def waits(scorer: Any) -> bool:
@@ -52,21 +68,21 @@ def scored_by(
         columns: as TRL passes them, without its callbacks.
         loop: the event loop of TRL, where a function is async.
         timed: entered around the call of each function, with its name.
-
-    Raises:
-        Interrupted: the run ends, and a worker did not.
     """
     functions = [scorer for scorer in scorers if not isinstance(scorer, torch.nn.Module)]
     scored: dict[str, Scored] = {}
     for scorer in (one for one in functions if not waits(one)):
         given, logged = _with_log(columns)
         with timed(scorer.__name__):
-            scored[scorer.__name__] = Scored(scorer.scores(given), logged)
+            scored[scorer.__name__] = Scored(scores_or_left(scorer, given), logged)
 
     async def by(scorer: Any) -> tuple[str, Scored]:
         given, logged = _with_log(columns)
         with timed(scorer.__name__):
-            return scorer.__name__, Scored(await scorer.scores_async(given), logged)
+            try:
+                return scorer.__name__, Scored(await scorer.scores_async(given), logged)
+            except Interrupted:
+                return scorer.__name__, Scored(_left(columns), logged)
 
     async def by_all(later: Sequence[Any]) -> list[tuple[str, Scored]]:
         return await asyncio.gather(*map(by, later))
@@ -110,7 +126,7 @@ class Contained:
         """Score one batch by an async function."""
         try:
             with self._named():
-                values = await self.function(**columns)
+                values = await awaited(self.function(**columns))
             return self._checked(values, columns)
         except BaseException as error:
             return self._failed(error, columns)

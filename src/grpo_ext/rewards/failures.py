@@ -15,10 +15,11 @@ from grpo_ext.rewards.columns import PLURALS, Columns, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.rewards.workers.worker import safe_repr
+from grpo_ext.waiting import Interrupted
 
 
 def from_outside(error: BaseException) -> bool:
-    """Return whether an exception in a user's function is Ctrl-C or the end of its task, not the function's own.
+    """Return whether an exception in a user's function comes from outside: Ctrl-C, a signal, the end of its task.
 
     A training run has its own handler of SIGINT, which does not raise.
     """
@@ -28,7 +29,7 @@ def from_outside(error: BaseException) -> bool:
         with contextlib.suppress(RuntimeError):  # without a running event loop
             task = asyncio.current_task()
             return task is not None and task.cancelling() > 0
-    return isinstance(error, GeneratorExit)
+    return isinstance(error, GeneratorExit | Interrupted)
 
 
 def nan_warning(name: str, nans: int, total: int) -> str:

@@ -103,7 +103,8 @@ class GroupedEngine:
             reason = (
                 f"rows may have {tokens} tokens, and transformers' own generate forgets a row of longrope at {most}"
             )
-            cure = f"Set use_vllm: true, or keep prompt and completion within {most} tokens together."
+            ours = "rollout_engine: auto" if self.refusal.startswith("rollout_engine") else "use_vllm: true"
+            cure = f"Set {ours}, or keep prompt and completion within {most} tokens together."
             raise ConfigError([Problem("rollout_engine", "generate", f"{reason} ({self.refusal})", cure)])
 
 

@@ -27,7 +27,6 @@ from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN, batch
 from grpo_ext.rewards.containment import Scored
-from grpo_ext.rewards.workers.pool import Interrupted
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
@@ -332,7 +331,7 @@ class Collector:
         unchanged = made is not None and made.has(completions, completion_ids)
         columns = columns_of(rows, prompts, completions, completion_ids, trainer.state, trainer.environments)
         with trainer._times.during("rewards"):
-            scored = self._scored(columns, found.scored if unchanged else {})
+            scored = self.worker.score(columns, found.scored if unchanged else {})
             by_model = partial(self._by_model, prompts, completions)
             rewards = trainer.accelerator.gather(self.rewards.values(scored, by_model, len(rows)))
         errors = [one.scores.error for one in scored.values() if one.scores.error]
@@ -345,12 +344,6 @@ class Collector:
             found.logged |= self.acting.columns(played)
         found.rewards, found.turn_rewards = rewards, self.rewards.turn_rewards(scored, len(rows))
         return rewards
-
-    def _scored(self, columns: Mapping[str, Any], ready: Mapping[str, Scored]) -> dict[str, Scored]:
-        try:
-            return self.worker.score(columns, ready)
-        except Interrupted:  # on this process; all raise when their rewards are checked
-            return self.rewards.interrupted(len(columns["completions"]))
 
     def _logged(self, scored: Mapping[str, Scored]) -> dict[str, list[Any]]:
         """Return the columns that rewards have logged, and log their figures."""

@@ -187,7 +187,7 @@ class GRPOExtTrainer(Lifecycle):
         known = None if played else ready.train_dataset
         longest = partial(longest_row, self._tokenizer, options, known, int(args.max_completion_length or 0))
         policies = [causal_lm(self.accelerator.unwrap_model(m)) for m in (self.model, self.ref_model) if m is not None]
-        fix_lengths(policies, args, longest, warns=main)
+        fix_lengths(policies, args, longest, adapter=isinstance(self.model, PeftModel), warns=main)
         make_portable(self.model)
         if args.fp16:
             widen_trained(self.model)

@@ -13,7 +13,6 @@ from transformers import TrainerState
 
 from grpo_ext.errors import RewardError, SamplerLost
 from grpo_ext.rewards.containment import Scored, scorer_of
-from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.runtime import Component, Runtime
 from grpo_ext.rollout.rollout_batch import TurnRewards
 from grpo_ext.trainer.findings import BadTensor
@@ -64,12 +63,6 @@ class RewardCollector:
                 values = [math.nan if value is None else value for value in scored[scorer.__name__].scores.values]
                 found[:, i] = torch.tensor(values, dtype=torch.float32, device=found.device)
         return found
-
-    def interrupted(self, rows: int) -> dict[str, Scored]:
-        """Return what stands for the scores of functions that a signal has ended."""
-        functions = (scorer for scorer in self.scorers if not isinstance(scorer, torch.nn.Module))
-        none = Scores([0.0] * rows, [None] * rows, error=SIGNALLED)
-        return {scorer.__name__: Scored(none, []) for scorer in functions}
 
     def turn_rewards(self, scored: Mapping[str, Scored], rows: int) -> list[TurnRewards]:
         """Return the per-turn rewards of each row."""

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -67,7 +68,12 @@ def check_prompts(
 
 
 def fix_lengths(
-    models: Sequence[PreTrainedModel], args: GRPOExtConfig, longest_row: Callable[[], float], *, warns: bool
+    models: Sequence[PreTrainedModel],
+    args: GRPOExtConfig,
+    longest_row: Callable[[], float],
+    *,
+    adapter: bool,
+    warns: bool,
 ) -> None:
     """Fix rotary embeddings that change with the length, where prompt and completion may cross the change.
 
@@ -75,10 +81,11 @@ def fix_lengths(
         models: the policy, and its reference if that is another model.
         args: settings.
         longest_row: returns the most tokens of a prompt and its completion; infinite where that is not known.
+        adapter: whether only an adapter's weights are saved.
         warns: whether this process logs what it does.
 
     Raises:
-        ConfigError: they may, and the model's own code is unknown.
+        ConfigError: they may, and the model's own code is unknown, or its weights are those of an adapter only.
     """
     config = models[0].config
     if (kind := growing(config)) is None:
@@ -92,9 +99,14 @@ def fix_lengths(
         return
     why = f"its {kind} rotary embeddings change beyond {limit} tokens, which prompt and completion may exceed"
     keep = f"lower max_completion_length and max_prompt_length to {limit} tokens together"
+    problem = partial(Problem, "model_name_or_path", config._name_or_path or ABSENT)
+    if adapter:
+        why += ", and an adapter, which is saved without them, would be loaded on others"
+        cure = "save the base with factors that do not change (longrope: short_factor equal to long_factor)"
+        raise ConfigError([problem(why, f"{keep[0].upper()}{keep[1:]}; or {cure}.")])
     for model in models:
         if not fix_rotary(model, longest):
-            raise ConfigError([Problem("model_name_or_path", args.run_name, why, f"{keep[0].upper()}{keep[1:]}.")])
+            raise ConfigError([problem(why, f"{keep[0].upper()}{keep[1:]}.")])
     if warns:
         logger.warning(
             f"{why}: all tokens get the frequencies of a row of {longest} tokens, in this run and in the model that "

@@ -9,13 +9,15 @@ from enum import StrEnum
 from typing import Any
 
 from grpo_ext import child_processes
-from grpo_ext.child_processes import Child, describe_exit, remove_stale_folders
+from grpo_ext.child_processes import Child, describe_exit, free_descriptors, remove_stale_folders
 from grpo_ext.frames import FrameError, parsed_json, wait
 from grpo_ext.rewards.workers.worker import packed_call
-from grpo_ext.waiting import GRACE_SECONDS, Wait, WaitedInVain
+from grpo_ext.waiting import GRACE_SECONDS, Interrupted, Wait, WaitedInVain
 
 PROGRAM = "from grpo_ext.rewards.workers.worker import main; main()"
 NO_TIME_LEFT = "no time was left to score it"
+_OF_A_WORKER = 4
+"""Descriptors, those among them that it takes to start it."""
 
 
 class Status(StrEnum):
@@ -29,10 +31,6 @@ class Status(StrEnum):
     TIMEOUT = "timeout"
     DIED = "died"
     """The worker process ended, or wrote something that is not an answer."""
-
-
-class Interrupted(BaseException):
-    """The jobs were ended by another thread, by `Pool.interrupt`, or by a signal; no failure of a reward."""
 
 
 @dataclass
@@ -97,12 +95,12 @@ class Worker(Child):
 
 
 class Pool:
-    """Workers that score jobs in parallel, closed at exit. The first job starts the first."""
+    """Workers that score jobs in parallel, no more than descriptors allow, closed at exit; jobs start them."""
 
     def __init__(self, workers: int, *, memory_gib: float = 8.0) -> None:
-        self.size = workers
+        self.size = max(1, min(workers, free_descriptors() // _OF_A_WORKER))
         self.memory_gib = memory_gib
-        self._workers: list[Worker | None] = [None] * workers
+        self._workers: list[Worker | None] = [None] * self.size
         """The worker of each place."""
         self._owner = os.getpid()
         self._interrupted = False

@@ -146,8 +146,8 @@ RULES: tuple[Rule, ...] = (
         "no weight moves",
         no_learning.no_weight_moves,
         ("weights/change", "grad_norm"),
-        "`weights/change` is 0 in every log, although `grad_norm` is not",
-        "optimizer steps change no weight, so that nothing is learned",
+        "`weights/change` is at most 1e-8 in every log, although `grad_norm` is not 0",
+        "optimizer steps change no weight, or too little to learn",
         "Raise `learning_rate`, or `max_grad_norm` if it is far below `grad_norm`; shorten `warmup_steps`; set "
         "`dtype: float32` if weights are in bfloat16 or float16, which round small updates away.",
     ),
