@@ -209,7 +209,7 @@ def rollouts(device: str) -> str:
 
     def sampled(seed: int) -> list[Any]:
         torch.manual_seed(seed)
-        return [(row.ids, row.logps) for row in made.collector.own.sample(contexts, [32] * 8)]
+        return [(row.ids, row.logps) for row in made.collector.policy.sample(contexts, [32] * 8)]
 
     once = [sampled(seed) for seed in seeds]
     with patch.object(transformers_engine, "samples_mixed", lambda *_: False):

@@ -123,13 +123,13 @@ def cases(launch: str, names: list[str], stock: bool) -> Iterator[Case]:
     zero = launch.startswith("zero")
     for name in names:
         for feature in ZERO_FEATURES if zero else FEATURES:
-            in_pieces = "micro_batch_tokens" in FEATURES[feature]
-            if in_pieces and losses[name].aggregation == "micro-batch-token-mean":
+            within_budget = "micro_batch_tokens" in FEATURES[feature]
+            if within_budget and losses[name].aggregation == "micro-batch-token-mean":
                 continue
             for rows, accumulation in ZERO_SPLITS if zero else SPLITS[processes]:
                 yield Case(name, feature, processes, rows, accumulation)
                 row = losses[name]
-                if stock and not in_pieces and (row.trl or row.trl_name) and not zero and launch != "fsdp2":
+                if stock and not within_budget and (row.trl or row.trl_name) and not zero and launch != "fsdp2":
                     yield Case(name, feature, processes, rows, accumulation, stock=True)
 
 

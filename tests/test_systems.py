@@ -107,7 +107,7 @@ def test_the_device_computes_in_no_wider_numbers_than_it_has(widest, tmp_path, m
 
         return inside
 
-    for of, name in ((trainer, "_compute_loss"), (trainer, "_logps"), (trainer.collector.own, "sample")):
+    for of, name in ((trainer, "_compute_loss"), (trainer, "_logps"), (trainer.collector.policy, "sample")):
         monkeypatch.setattr(of, name, watched(getattr(of, name)))
     trainer.train()
     trainer.evaluate()

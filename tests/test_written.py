@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_ext import bounded
-from grpo_ext.bounded import appending, write_text
+from grpo_ext import safe_reading
 from grpo_ext.data.completions import write_completions
+from grpo_ext.safe_reading import appending, write_text
 from grpo_ext.trainer.dump import write
 
-SOURCE = Path(bounded.__file__).parent
+SOURCE = Path(safe_reading.__file__).parent
 OWN = {
-    "bounded.py": "the writers",
+    "safe_reading.py": "the writers",
     "environments/library/command.py": "a new file, in place of what the program has put there",
     "environments/library/folder.py": "a folder of its own, without links",
     "config/launch.py": "a temporary folder of its own",

@@ -1,4 +1,4 @@
-"""Credit by turn: GiGPO and returns of turns, in a task of five turns of which one decides."""
+"""Advantages by turn: GiGPO and returns of turns, in a task of five turns of which one decides."""
 
 import itertools
 import random
@@ -177,7 +177,7 @@ def draw(figure: Any, exact: Exact, runs: list[Run]) -> None:
 
 CLAIM = Claim(
     name="turns",
-    title="Credit by turn learns faster than one advantage for the episode",
+    title="Advantages by turn learns faster than one advantage for the episode",
     paper="GiGPO, arXiv:2505.10978, from its abstract and the authors' code; `turn_return` is ours",
     statement=(
         "An advantage of the whole episode treats good and bad turns alike. GiGPO adds to it an advantage of the "

@@ -44,7 +44,7 @@ from grpo_ext.errors import (
     ServerLost,
 )
 from grpo_ext.evaluation.during import DuringTraining
-from grpo_ext.packing.together import is_out_of_memory
+from grpo_ext.packing.collective import is_out_of_memory
 from grpo_ext.recipe.launching import check_launched, launch_of
 from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path, rows_of
 from grpo_ext.recipe.look import Look, findings, prompt_findings

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.config import rehearsal
+from grpo_ext.config import dry_run
 from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
@@ -263,7 +263,7 @@ def test_an_estimator_that_one_none_would_stop_is_warned_of(own):
     [*({"loss_type": n} for n in losses), *({"advantage_estimator": n} for n in ("beta", "turn_return", "gigpo"))],
 )
 def test_what_is_packaged_passes(settings, monkeypatch):
-    monkeypatch.setattr(rehearsal, "_has_own", lambda objective: True)
+    monkeypatch.setattr(dry_run, "_has_own", lambda objective: True)
     extra = {} if settings.get("loss_type") == "maxrl" else {"beta": 0.1}
     assert not [w for w in map(str, warnings(config(**settings, **extra))) if "None" in w]
     own_range = {"advantage_kwargs": {"reward_range": [2.0, 3.0]}}

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, processors
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.data.chat_template import prompt_ids, rendered, template_opens
 from grpo_ext.data.config import DataConfig
+from grpo_ext.data.images import as_read, with_opened_images
 from grpo_ext.data.messages import without_gaps
-from grpo_ext.data.pictures import as_read, with_pictures
 from grpo_ext.data.prepare import prepare
 from grpo_ext.data.prompts import PromptLook, unseen_layout
 from grpo_ext.data.rows import RowError, check_prompt
@@ -22,7 +22,7 @@ from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.runtime import Runtime
-from grpo_ext.rollout.seeing import each_alone
+from grpo_ext.rollout.images import each_alone
 from support import chat_templates as chat
 from support import seeing, tiny
 
@@ -337,7 +337,7 @@ MARKED = [{"role": "user", "content": [PICTURED, PICTURED, *TEXT]}]
 )
 def test_images_that_do_not_fit_are_named_by_their_row(monkeypatch, prompt, images, words):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
-    data = as_read(with_pictures(Dataset.from_list([{"prompt": prompt, "images": images}]), "the data"))
+    data = as_read(with_opened_images(Dataset.from_list([{"prompt": prompt, "images": images}]), "the data"))
     problems, notes = PromptLook(seeing.tokenizer("llava"), {})(data, "the data")
     assert not notes
     assert len(problems) == (words is not None)

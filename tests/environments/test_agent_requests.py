@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from grpo_ext.environments import agents as agents_module
-from grpo_ext.environments import fit, loop
+from grpo_ext.environments import compatibility, loop
 from grpo_ext.environments import hosts as hosting
 from grpo_ext.environments.agents import Agents
 from grpo_ext.environments.attempt import Attempt, AttemptLimits
@@ -29,7 +29,7 @@ from grpo_ext.environments.library.command import model_variables
 from grpo_ext.environments.protocol import AgentTask
 from grpo_ext.environments.rendering import Renderer, TooLong
 from grpo_ext.objective.trajectory import Sample
-from grpo_ext.trainer.acting import Acting
+from grpo_ext.trainer.episodes import EpisodeRunner
 from support import speakers, tiny
 from support.agent_runs import EOS, Random, run, spec, tasks
 from support.agents import GO, three_turns
@@ -75,10 +75,10 @@ def test_arguments_that_are_too_deep_are_text(hosts):
 @pytest.mark.parametrize(("depth", "calls"), [(50, 1), (900, 0), (100_000, 0)])
 def test_a_sampled_call_that_is_too_deep_is_text(depth, calls):
     tokenizer = speakers.tokenizer()
-    acting = Acting([spec(three_turns)], tokenizer, 4.0)
+    episode_runner = EpisodeRunner([spec(three_turns)], tokenizer, 4.0)
     said = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {nested(depth)}}}}}\n</tool_call><|im_end|>'
-    message = acting._parsed(tokenizer(said, add_special_tokens=False)["input_ids"], [], TOOLS)
-    acting.close()
+    message = episode_runner._parsed(tokenizer(said, add_special_tokens=False)["input_ids"], [], TOOLS)
+    episode_runner.close()
     assert len(message.get("tool_calls", [])) == calls
     assert ("tool_call" in str(message["content"])) == (not calls)
 
@@ -472,8 +472,8 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes():
 
 
 def test_too_few_descriptors_are_refused_before_the_start(monkeypatch):
-    monkeypatch.setattr(fit, "rollout_problems", lambda *given: ())
-    assert not [*fit.setting_problems([spec(three_turns)], SimpleNamespace())]
-    monkeypatch.setattr(fit, "most_attempts", lambda raised: 4)
-    [problem] = fit.setting_problems([spec(three_turns)], SimpleNamespace())
+    monkeypatch.setattr(compatibility, "rollout_problems", lambda *given: ())
+    assert not [*compatibility.setting_problems([spec(three_turns)], SimpleNamespace())]
+    monkeypatch.setattr(compatibility, "most_attempts", lambda raised: 4)
+    [problem] = compatibility.setting_problems([spec(three_turns)], SimpleNamespace())
     assert "suffice for 4 attempts" in problem.reason

@@ -19,8 +19,8 @@ import pytest
 from trl.chat_template_utils import parse_response
 
 from grpo_ext.environments.attempt import AttemptLimits, Task
+from grpo_ext.environments.compatibility import reader_of
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.loop import Attempts
 from grpo_ext.environments.protocol import Conversation, Step

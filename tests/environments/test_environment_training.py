@@ -104,7 +104,7 @@ def test_a_failing_environment_of_two_costs_its_own_attempts(tmp_path):
     assert not any(entry.get("environments/guess/failed", 0) for entry in log)
     lost = torch.tensor([a.failure is not None for a in trainer.attempts])
     assert (trainer.output["advantages"][lost] == 0).all()
-    assert not trainer.acting.hosts._servers
+    assert not trainer.episode_runner.hosts._servers
     table = trainer._logs["extra"]
     assert {"guess", "Faulty"} == set(table["environment_name"])
     assert all(

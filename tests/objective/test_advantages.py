@@ -171,7 +171,7 @@ REFERENCES = {
         [(1 + step_weight) * a for a in row] for row in ref_group(groups, **options)
     ],
 }
-"""The last two for completions of one turn; `test_turn_credit` has the others."""
+"""The last two for completions of one turn; `test_turn_advantages` has the others."""
 MIXED = [
     [0.1, 0.7, 0.4, 1.0],
     [0.0, 0.0, 0.3, None],

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_ext.config.rehearsal import rehearsal_problems
+from grpo_ext.config.dry_run import rehearsal_problems
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.credit import mixes_tokens
 from grpo_ext.objective.kl import kl_estimators

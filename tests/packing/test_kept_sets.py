@@ -8,10 +8,10 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from transformers import TopPLogitsWarper as TopP
 
 from grpo_ext.packing import lm_head
-from grpo_ext.packing.kept import KEPT, KeptSets, encoded
 from grpo_ext.packing.lm_head import LabelledLogProbs
 from grpo_ext.packing.micro_batches import live_mask, regroup
-from grpo_ext.rollout.kept_log import KeptLog
+from grpo_ext.packing.sampling_support import KEPT, SamplingSupport, encoded
+from grpo_ext.rollout.support_log import SupportLog
 from support import tiny
 from support.float64 import float64_throughout
 from support.trainers import build
@@ -39,7 +39,7 @@ def enumerated(sampler, name):
     processors = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), *WARPERS[name]])
     with torch.no_grad():
         logits = logits_of(sampler, ids) * TEMPERATURE
-    log, steps = KeptLog(len(ids)), []
+    log, steps = SupportLog(len(ids)), []
     for t in range(LENGTH):
         scores = processors(ids[:, : 3 + t], logits[:, t])
         log.add(scores)
@@ -53,7 +53,7 @@ def enumerated(sampler, name):
 def directly(model, ids, sets):
     """log pi_S by the model's own logits, without any code of scoring."""
     logits = logits_of(model, ids)
-    left_out = KeptSets.of(sets, LENGTH, ids.device).left_out(slice(None), VOCABULARY).view(logits.shape)
+    left_out = SamplingSupport.of(sets, LENGTH, ids.device).left_out(slice(None), VOCABULARY).view(logits.shape)
     return logits.masked_fill(left_out, -torch.inf).log_softmax(dim=-1).gather(2, ids[:, -LENGTH:, None])[..., 0]
 
 
@@ -141,7 +141,7 @@ def test_the_lm_head_over_a_set_has_the_values_and_gradients_of_a_masked_softmax
     softcap, scale = options.get("softcap"), options.get("scale", 1.0)
     found = LabelledLogProbs.apply(
         *(hidden, weight, bias, labels, 0.7, 32768, softcap, scale, ("log_probs", "entropy")),
-        KeptSets.of(sets, 6, hidden.device),
+        SamplingSupport.of(sets, 6, hidden.device),
     )[:2]
     logits = torch.nn.functional.linear(hidden, weight, bias) * scale
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -158,11 +158,11 @@ def test_the_lm_head_over_a_set_has_the_values_and_gradients_of_a_masked_softmax
 def test_the_smaller_of_a_set_and_its_complement_is_stored():
     scores = torch.zeros(2, 10)
     scores[0, [1, 2, 3]] = scores[1, :8] = -torch.inf
-    log = KeptLog(2)
+    log = SupportLog(2)
     log.add(scores)
     sets = log.sets([[0], [0]])
     assert [row.tolist() for row in sets] == [[1, -3, 1, 2, 3], [1, 2, 8, 9]]
-    left_out = KeptSets.of(sets, 2, scores.device).left_out(slice(None), 10)
+    left_out = SamplingSupport.of(sets, 2, scores.device).left_out(slice(None), 10)
     assert torch.equal(left_out[[0, 2]], scores == -torch.inf)
     assert not left_out[[1, 3]].any()  # padding keeps everything
 

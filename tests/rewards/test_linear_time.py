@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from grpo_ext import bounded, errors, terminal
+from grpo_ext import errors, safe_reading, terminal
 from grpo_ext.config import paths
 from grpo_ext.data import json_rows
 from grpo_ext.environments import rendering
@@ -121,10 +121,10 @@ READERS: dict[str, tuple[Callable[[str], object], tuple]] = {
     "answer_block": (texts.answer_block, (texts,)),
     "boxes": (texts.boxes, (texts,)),
     "final_answer": (answers.final_answer, (texts, answers)),
-    "json": (lambda text: refused(bounded.parse_json, text), (bounded,)),
-    "json in json": (lambda text: refused(requests.call_of, "a", text), (bounded, requests)),
-    "rows": (lambda text: json_rows._of_line(text.encode()), (json_rows, bounded)),
-    "chat": (lambda text: refused(chat.parse, text.encode()), (bounded, chat)),
+    "json": (lambda text: refused(safe_reading.parse_json, text), (safe_reading,)),
+    "json in json": (lambda text: refused(requests.call_of, "a", text), (safe_reading, requests)),
+    "rows": (lambda text: json_rows._of_line(text.encode()), (json_rows, safe_reading)),
+    "chat": (lambda text: refused(chat.parse, text.encode()), (safe_reading, chat)),
     **{
         f"request of {dialect.__name__.rpartition('.')[2]}": (partial(asked, dialect), (dialect, requests))
         for dialect in (chat, messages, responses)

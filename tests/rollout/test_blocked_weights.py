@@ -11,7 +11,7 @@ from torch import nn
 from grpo_ext.rollout import blocked_weights
 from grpo_ext.rollout.blocked_weights import WORTH, blocked
 from grpo_ext.rollout.decoding import decode
-from grpo_ext.rollout.kept_log import Drawn
+from grpo_ext.rollout.support_log import Drawn
 from support import tiny
 
 can_block = pytest.mark.skipif(not blocked_weights.can_block(), reason="this CPU has no products in bfloat16")

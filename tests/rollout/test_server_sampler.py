@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from grpo_ext.errors import ServerLost
-from grpo_ext.packing.kept import decoded
+from grpo_ext.packing.sampling_support import decoded
 from grpo_ext.rollout.vllm import client as client_module
 from grpo_ext.rollout.vllm import sampler as sampler_module
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread

@@ -444,7 +444,7 @@ def test_weights_are_cast_once_for_a_generation_to_the_same_bits(engine, kind, t
     peft = LoraConfig(target_modules=["q_proj"], init_lora_weights=False) if kind == "adapter" else None
     trainer = build(model, tmp_path, bf16=True, rollout_engine=engine, peft_config=peft, max_steps=1)
     trainer.train()
-    sampler, contexts = trainer.collector.own, [[5, 6, 7], [5, 6, 7], [8, 9]]
+    sampler, contexts = trainer.collector.policy, [[5, 6, 7], [5, 6, 7], [8, 9]]
 
     def sampled(seed):
         torch.manual_seed(seed)
@@ -473,7 +473,7 @@ def test_frozen_weights_seem_to_want_a_gradient_while_they_sample(defaults, bf16
     trainer = build(tiny.model(dtype=torch.bfloat16), tmp_path, peft_config=peft, **settings)
     head, seen = trainer.model.get_base_model().lm_head, []
     with head.register_forward_hook(lambda *_: seen.append(head.weight.requires_grad)):
-        trainer.collector.own.sample([[5, 6, 7]], [8])
+        trainer.collector.policy.sample([[5, 6, 7]], [8])
     assert set(seen) == {defaults == "paper"}
     assert not head.weight.requires_grad
 

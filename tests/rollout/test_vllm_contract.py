@@ -46,7 +46,7 @@ CONTRACT = {
     },
     "entrypoints/serve/dev/cache/api_router.py": {"reset_prefix_cache": "dd66b7369d48c3ab"},
     "entrypoints/serve/dev/server_info/api_router.py": {"show_server_info": "107459dce39241d1"},
-    # rollout/vllm/kept.py: log-probabilities of the tokens that were kept are finite
+    # rollout/vllm/support.py: log-probabilities of the tokens that were kept are finite
     "v1/sample/sampler.py": {
         "Sampler.forward": "9e5f32f74f48aa75 a4a63d751cc780bc",
         "Sampler.sample": "9d8f0d0456c27350",

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import supports_tool_calling
 
-from grpo_ext.environments.fit import reader_of
+from grpo_ext.environments.compatibility import reader_of
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))

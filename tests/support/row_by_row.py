@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
-from grpo_ext.trainer.credit import GroupMeans
+from grpo_ext.trainer.advantages import GroupMeans
 from support.fixed_rows import Rows, row_score
 from support.watched import Weights
 
@@ -162,7 +162,7 @@ class RowByRow:
             tokens["kl"] = self._penalties(places, width).view(-1, group, width)
             rewards = objective.less_kl(rewards, weights, **tokens)
             weights, total = weights.new_ones(1), rewards[..., 0]
-        values = objective.advantages(rewards, weights, self.history.together(), None, **tokens)
+        values = objective.advantages(rewards, weights, self.history.concatenated(), None, **tokens)
         self.history.remember(rewards, total)
         return values.float()  # TRL's dtype
 

@@ -19,7 +19,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl.trainer import utils
 
-from grpo_ext.data.pictures import with_images
+from grpo_ext.data.images import with_images
 from grpo_ext.packing.lm_head import LabelledLogProbs
 
 MARKS = {

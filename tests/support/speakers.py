@@ -50,7 +50,7 @@ def _said(trainer, contexts):
 class Speaking:
     """The sampler of a trainer of ours."""
 
-    together, takes_streams = False, False
+    collective, takes_streams = False, False
 
     def __init__(self, trainer):
         self.trainer, self.limit = trainer, trainer.max_completion_length
@@ -72,4 +72,4 @@ class Ours(GRPOExtTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.collector.own = Speaking(self)
+        self.collector.policy = Speaking(self)

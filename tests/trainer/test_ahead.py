@@ -78,7 +78,7 @@ def trainer_of(folder, ahead, *, in_sequence=False, sampler=Copies, plays=False,
 
 def sample_by(trainer, sampler):
     """Let a trainer sample by another one beside it."""
-    trainer.collector.beside = sampler
+    trainer.collector.inference_engine = sampler
     if trainer.collector.ahead is not None:
         trainer.collector.ahead.sampler = sampler
     return sampler
@@ -144,7 +144,9 @@ def test_the_bits_are_those_of_sampling_in_sequence_by_older_weights(case, tmp_p
     trainer = trained(tmp_path / "ahead", ahead, **CASES[case])
     assert_same(trainer, trained(tmp_path / "sequence", ahead, in_sequence=True, **CASES[case]))
     if case == "dynamic sampling":
-        assert len(trainer.collector.beside.asked) > 2 * trainer.state.max_steps, "hardly a group was replaced"
+        assert len(trainer.collector.inference_engine.asked) > 2 * trainer.state.max_steps, (
+            "hardly a group was replaced"
+        )
 
 
 @pytest.mark.slow
@@ -152,7 +154,7 @@ def test_older_weights_sample_and_are_forgotten(tmp_path):
     fresh, older = (trained(tmp_path, ahead, in_sequence=True) for ahead in (0, 2))
     assert not torch.equal(trainers.weights(fresh.model), trainers.weights(older.model))
     trainer = trained(tmp_path, 2)
-    sampler = trainer.collector.beside
+    sampler = trainer.collector.inference_engine
     assert sampler.asked == [(version, 8) for version in (0, 0, 0, 1, 2, 3, 4)]
     assert sampler.published == [0, 1, 2, 3, 4]
     assert sampler.forgotten[:4] == [0, 1, 2, 3]
@@ -197,7 +199,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through_and_samples_nothing
         assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
         begun = -(-step * through.args.gradient_accumulation_steps // through._uses)
         if case not in ("environments", "dynamic sampling"):  # which ask for more than one batch a window
-            assert len(resumed.collector.beside.asked) == max(0, windows - begun - 2)
+            assert len(resumed.collector.inference_engine.asked) == max(0, windows - begun - 2)
 
 
 @pytest.mark.slow
@@ -279,7 +281,7 @@ def test_a_signal_does_not_wait_for_windows_in_flight_and_costs_no_bit(hanging, 
     ended.set()
     resumed = trained(tmp_path / "told", 2, resume=True, **settings)
     assert_same(trained(tmp_path / "through", 2, **settings), resumed)
-    assert resumed.collector.beside.asked == [*again, (3, 8), (4, 8)]
+    assert resumed.collector.inference_engine.asked == [*again, (3, 8), (4, 8)]
 
 
 class LostForReplacements(Copies):
@@ -328,7 +330,7 @@ def test_scores_that_a_checkpoint_cannot_hold_are_made_again_but_no_completion_i
     calls.clear()
     resumed = trained(tmp_path, 2, resume=str(tmp_path / "checkpoint-3"), **saving)
     assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
-    assert resumed.collector.beside.asked == [(version, 8) for version in (3, 4)]
+    assert resumed.collector.inference_engine.asked == [(version, 8) for version in (3, 4)]
     assert len(calls) == scorings
 
 
@@ -348,7 +350,7 @@ def test_a_resumed_run_asks_a_reward_again_that_had_failed_for_windows_in_flight
     resumed = trained(tmp_path, 2, resume=True, **saving)
     through = trained(tmp_path / "through", 2, **saving)
     assert torch.equal(trainers.weights(through.model), trainers.weights(resumed.model))
-    assert len(resumed.collector.beside.asked) == 1
+    assert len(resumed.collector.inference_engine.asked) == 1
 
 
 @pytest.mark.slow

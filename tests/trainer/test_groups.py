@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_ext.trainer.credit import GroupMeans, group_shares
+from grpo_ext.trainer.advantages import GroupMeans, group_shares
 
 NONE = math.nan
 KINDS = {

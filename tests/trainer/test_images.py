@@ -13,13 +13,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.data.config import DataConfig
+from grpo_ext.data.images import with_images
 from grpo_ext.data.loading import load_datasets
-from grpo_ext.data.pictures import with_images
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.packing.images import COUNT, IMAGES
 from grpo_ext.packing.micro_batches import MicroBatch, of_live_rows, regroup, rows_of, trim
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.rollout.seeing import described
+from grpo_ext.rollout.images import described
 from grpo_ext.train import train
 from grpo_ext.trainer.dump import on_cpu
 from support import seeing, tiny

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
-from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS
+from grpo_ext.trainer.diagnosis.positions import DEPTHS, FIRST_TURN, LATER_TURNS
 from support import tiny
 from support.trainers import unit_interval
 

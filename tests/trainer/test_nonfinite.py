@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.train import main
-from grpo_ext.trainer.findings import LARGEST_WEIGHT, BadTensor, ObservedBatch, in_order, overflowed
+from grpo_ext.trainer.nan_report import LARGEST_WEIGHT, BadTensor, ObservedBatch, in_order, overflowed
 from grpo_ext.trainer.nonfinite import IN_A_ROW, KEPT
 from grpo_ext.trainer.setup import widen_trained
 from support import poisoned, tiny

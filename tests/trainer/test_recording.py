@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS
+from grpo_ext.trainer.diagnosis.positions import DEPTHS, FIRST_TURN, LATER_TURNS
 from grpo_ext.trainer.diagnosis.recording import (
     DRAWN,
     FIGURES,

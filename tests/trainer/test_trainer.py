@@ -147,7 +147,7 @@ def test_beta_parameters_are_logged_and_the_window_survives_a_checkpoint(model_p
     first.train()
     entry = first.state.log_history[0]
     assert {"advantages/beta_alpha", "advantages/beta_beta", "advantages/beta_degenerate"} <= set(entry)
-    assert len(first._credit.group_means.batches) == 2
+    assert len(first._advantages.group_means.batches) == 2
     saved = json.loads((tmp_path / "checkpoint-2" / "objective.json").read_text())
     assert saved["loss_type"] == "beta_bnpo"
     assert saved["advantage_kwargs"] == {"window": 3}
@@ -155,8 +155,8 @@ def test_beta_parameters_are_logged_and_the_window_survives_a_checkpoint(model_p
     second = build(model_path, tmp_path, [unit_interval], max_steps=3, **settings)
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert second.state.global_step == 3
-    assert len(second._credit.group_means.batches) == 2
-    torch.testing.assert_close(second._credit.group_means.batches[0], first._credit.group_means.batches[1])
+    assert len(second._advantages.group_means.batches) == 2
+    torch.testing.assert_close(second._advantages.group_means.batches[0], first._advantages.group_means.batches[1])
 
 
 def test_partial_none_is_left_out_of_the_weighted_sum(model_path, tmp_path):
@@ -183,10 +183,10 @@ def test_evaluation_uses_its_own_number_of_generations(model_path, tmp_path):
     remembers = {"loss_type": "beta_bnpo", "advantage_kwargs": {"window": 9}}
     trainer = build(model_path, tmp_path, rewards=[binary], num_generations_eval=2, max_steps=2, **remembers)
     trainer.train()
-    assert len(trainer._credit.group_means.batches) == 2
+    assert len(trainer._advantages.group_means.batches) == 2
     metrics = trainer.evaluate(tiny.prompts(4))
     assert math.isfinite(metrics["eval_loss"])
-    assert len(trainer._credit.group_means.batches) == 2  # an evaluation joins no baseline of training
+    assert len(trainer._advantages.group_means.batches) == 2  # an evaluation joins no baseline of training
 
 
 # The sampler.

@@ -139,7 +139,7 @@ def test_dynamic_sampling_keeps_per_turn_rewards_with_their_rows(model, tmp_path
         max_steps=1,
     )
     checked = []
-    tokens = trainer._credit.tokens
+    tokens = trainer._advantages.tokens
 
     def spy(collected, mask, group, kl=None):
         for row, (earned,) in zip(collected.trajectories, collected.turn_rewards, strict=True):
@@ -147,7 +147,7 @@ def test_dynamic_sampling_keeps_per_turn_rewards_with_their_rows(model, tmp_path
             checked.append(any(earned))
         return tokens(collected, mask, group, kl)
 
-    monkeypatch.setattr(trainer._credit, "tokens", spy)
+    monkeypatch.setattr(trainer._advantages, "tokens", spy)
     trainer.train()
     assert len(checked) >= 8
     assert any(checked)

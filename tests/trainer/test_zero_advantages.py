@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_ext.trainer.credit import PATIENCE, AdvantageMonitor
+from grpo_ext.trainer.advantages import PATIENCE, AdvantageMonitor
 from support import tiny
 from support.trainers import build
 
@@ -15,7 +15,7 @@ TWO = torch.tensor([[[0.0, 1.0], [0.0, 1.0]], [[0.0, 0.5], [0.0, 0.5]]])
 
 
 def warnings(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "grpo_ext.trainer.credit"]
+    return [r.getMessage() for r in caplog.records if r.name == "grpo_ext.trainer.advantages"]
 
 
 UNSCORED = torch.tensor([[[math.nan, 1.0], [math.nan, math.nan]]])

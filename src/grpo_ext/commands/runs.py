@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from grpo_ext.bounded import read_json
 from grpo_ext.config.adapters import base_of, located
 from grpo_ext.config.mappings import as_mapping, generation_options
 from grpo_ext.config.spec import fits
@@ -20,6 +19,7 @@ from grpo_ext.data.rows import with_system_prompt
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_model
 from grpo_ext.recipe.loading import has_file
+from grpo_ext.safe_reading import read_json
 from grpo_ext.trainer.checkpoints.choice import newest_sound
 from grpo_ext.trainer.checkpoints.finish import finished, holds_weights
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers.utils import ADAPTER_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from grpo_ext.bounded import read_json
 from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.safe_reading import read_json
 from grpo_ext.versions import release
 
 if TYPE_CHECKING:  # trl and peft take seconds to import

@@ -3,12 +3,12 @@
 from grpo_ext.config.ahead import AHEAD_RULES
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import BATCH_RULES
+from grpo_ext.config.dry_run import rehearsal_problems
 from grpo_ext.config.engines import ENGINE_RULES
 from grpo_ext.config.fields import choice_problems, path_problems, range_problems, type_problems
 from grpo_ext.config.loss import LOSS_RULES
 from grpo_ext.config.mappings import KEYWORD_RULES, mapping_problems
 from grpo_ext.config.process_engine import PROCESS_RULES
-from grpo_ext.config.rehearsal import rehearsal_problems
 from grpo_ext.config.rules import Rule, as_far_as_sound, without
 from grpo_ext.config.run import RUN_RULES
 from grpo_ext.config.sampler import SAMPLER_RULES

@@ -11,7 +11,6 @@ from warnings import catch_warnings
 
 from accelerate import PartialState
 
-from grpo_ext.bounded import parse_json
 from grpo_ext.config import checks
 from grpo_ext.config.arguments import KWARGS as KWARGS
 from grpo_ext.config.arguments import GRPOExtArguments
@@ -24,6 +23,7 @@ from grpo_ext.config.warnings import warnings
 from grpo_ext.errors import ConfigError as ConfigError
 from grpo_ext.errors import Problem, redacted, redacted_text
 from grpo_ext.registry import did_you_mean
+from grpo_ext.safe_reading import parse_json
 
 logger = logging.getLogger(__name__)
 

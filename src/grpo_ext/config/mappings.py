@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from grpo_ext.bounded import parse_json, read_json
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.rules import Rule
 from grpo_ext.config.spec import holds
 from grpo_ext.errors import Problem
 from grpo_ext.registry import did_you_mean
+from grpo_ext.safe_reading import parse_json, read_json
 
 _FILES = ("accelerator_config", "fsdp_config", "deepspeed")
 """Fields whose text may also be the path of a JSON file, which its owner reads."""

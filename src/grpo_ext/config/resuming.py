@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.bounded import read_json
+from grpo_ext.safe_reading import read_json
 
 FRESH_START = "never"
 """`--resume_from_checkpoint never` ignores the checkpoints in `output_dir`."""

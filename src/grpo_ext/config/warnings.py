@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import prompts_of_one_generation
+from grpo_ext.config.dry_run import rehearsal_warnings
 from grpo_ext.config.precision import coarse_warnings
 from grpo_ext.config.process_engine import same_device
-from grpo_ext.config.rehearsal import rehearsal_warnings
 from grpo_ext.config.rules import Conflict, Rule, is_set, plain
 from grpo_ext.config.truncation import reshaped_sampling
 from grpo_ext.errors import ABSENT, Problem

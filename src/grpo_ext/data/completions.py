@@ -16,7 +16,6 @@ from pathlib import Path
 import pyarrow
 from pyarrow import parquet
 
-from grpo_ext.bounded import replacing, write_text
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.json_rows import jsonl_rows
 from grpo_ext.data.messages import without_none
@@ -32,6 +31,7 @@ from grpo_ext.data.rows import (
 )
 from grpo_ext.errors import ABSENT, DataError, Problem, without_secrets
 from grpo_ext.rewards.columns import CALLBACKS, PLURALS
+from grpo_ext.safe_reading import replacing, write_text
 
 SUFFIXES = (".jsonl", ".parquet")
 _RESERVED = (*CALLBACKS, "trainer_state")

@@ -6,13 +6,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from grpo_ext.bounded import parse_json
 from grpo_ext.config.spec import Spec, described
 from grpo_ext.data import chat_template, tasks
 from grpo_ext.data import files as local_files
 from grpo_ext.errors import DataError, Problem
 from grpo_ext.objective.options import Count, Within, option_defaults
 from grpo_ext.registry import did_you_mean
+from grpo_ext.safe_reading import parse_json
 
 PROCEDURAL, QUICKSTART = "reasoning_gym/", "quickstart/"
 GAME = f"{QUICKSTART}guess"

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_ext.bounded import parse_json
 from grpo_ext.data.rows import Row, RowError
+from grpo_ext.safe_reading import parse_json
 
 
 def jsonl_rows(file: Path) -> Iterator[tuple[str, Row | RowError]]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_ext.bounded import parse_json
+from grpo_ext.safe_reading import parse_json
 
 
 def arguments_of(call: object) -> object:

@@ -11,7 +11,6 @@ import datasets
 from trl import DatasetMixtureConfig
 from trl.scripts.utils import DatasetConfig
 
-from grpo_ext.bounded import parse_json
 from grpo_ext.config.spec import Spec
 from grpo_ext.data import files as local_files
 from grpo_ext.data.config import DataConfig, is_size
@@ -22,6 +21,7 @@ from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, unusable, with_sy
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.objective.options import Within
 from grpo_ext.registry import did_you_mean
+from grpo_ext.safe_reading import parse_json
 
 _ENTRY = Spec.of(DatasetConfig, example="{path: ..., split: train}")
 DATASET_ENTRY = replace(

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ext.data import files as local_files
 from grpo_ext.data.chat_template import prompt_ids
 from grpo_ext.data.config import DataConfig, value_problems
+from grpo_ext.data.images import as_read, image_columns, with_opened_images
 from grpo_ext.data.messages import without_gaps
-from grpo_ext.data.pictures import as_read, image_columns, with_pictures
 from grpo_ext.data.rows import (
     ANSWER_COLUMNS,
     MAX_REPORTED,
@@ -92,7 +92,7 @@ def prepare_split(
         dataset = dataset.take(min(config.max_samples, len(dataset)) if counted else config.max_samples)
     dataset, place = _keep_pass_rates(dataset, names, config, split)
     dataset = _convert_all(dataset, plan, source, place, renamed, config.on_bad_row)
-    dataset = with_pictures(dataset, source, split.files[0].parent if split.files else None)
+    dataset = with_opened_images(dataset, source, split.files[0].parent if split.files else None)
     if config.max_prompt_length is not None and image_columns(dataset):
         reason = "the tokens of images would not be counted"
         cure = "Remove it, and drop long prompts from the data."

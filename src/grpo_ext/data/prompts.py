@@ -10,14 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response
 from trl.rewards import think_format_reward
 
-from grpo_ext.bounded import parse_json
 from grpo_ext.data.chat_template import prompt_ids, rendered, splits_reasoning, template_opens
-from grpo_ext.data.pictures import image_columns, with_images
+from grpo_ext.data.images import image_columns, with_images
 from grpo_ext.data.rows import Row
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.rewards.columns import as_begun, opened
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.protocol import rewards
+from grpo_ext.safe_reading import parse_json
 
 SEEN, PICTURES_SEEN = 64, 4
 """Number of prompts that are looked at, and of those with images, which are opened."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from grpo_ext.bounded import parse_json
 from grpo_ext.data.messages import arguments_of, read_arguments
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.rewards.signatures import TRL_ARGUMENTS
+from grpo_ext.safe_reading import parse_json
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("solution", "answer", "final_answer", "gold")

@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from grpo_ext.bounded import read_end
 from grpo_ext.child_processes import (
     EXIT_SECONDS,
     LOADING_SECONDS,
@@ -36,6 +35,7 @@ from grpo_ext.environments.protocol import OUTPUTS
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, serve_session
 from grpo_ext.frames import FrameError, parsed_json, read_frame, wait
 from grpo_ext.rewards.workers.worker import packed_call, seed_all, send_answer, unpacked_arguments
+from grpo_ext.safe_reading import read_end
 from grpo_ext.waiting import GRACE_SECONDS, Wait, WaitedInVain
 from grpo_ext.warden import adopt_orphans, children, die_with_parent, end_children, kill_with_group, outlive_parent
 

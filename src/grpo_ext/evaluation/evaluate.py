@@ -14,7 +14,6 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
-from grpo_ext.bounded import appending, write_text
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
@@ -27,6 +26,7 @@ from grpo_ext.rewards.containment import scores_or_left
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.seeds import Source, numbered
+from grpo_ext.safe_reading import appending, write_text
 from grpo_ext.trainer.checkpoints.processes import everywhere
 from grpo_ext.waiting import SIGNALLED, shutdown
 
@@ -143,7 +143,7 @@ def _add_rewards(trainer: Any, samples: list[Row], columns: dict[str, list[Any]]
     extras: dict[str, list[Any]] = {}
     state = SimpleNamespace(global_step=trainer.state.global_step, max_steps=trainer.state.max_steps)
     given = {"log_extra": extras.__setitem__, "log_metric": lambda *_: None, "trainer_state": state}
-    attempts = columns.get(TRAJECTORY) if trainer.acting is not None else None
+    attempts = columns.get(TRAJECTORY) if trainer.episode_runner is not None else None
     errors = []
     for function in runtime.functions:
         scores = scores_or_left(function, {**columns, **given})
@@ -151,9 +151,9 @@ def _add_rewards(trainer: Any, samples: list[Row], columns: dict[str, list[Any]]
         lost = [False] * len(samples) if attempts is None else [attempt.lost for attempt in attempts]
         values = [None if gone else value for gone, value in zip(lost, scores.values, strict=True)]
         found[f"rewards/{function.__name__}"] = values
-    if attempts is not None and trainer.acting is not None:
-        if any_pays(trainer.acting.specs.values()):
-            rewards = [trainer.acting.paid(attempt, weighted=False) for attempt in attempts]
+    if attempts is not None and trainer.episode_runner is not None:
+        if any_pays(trainer.episode_runner.specs.values()):
+            rewards = [trainer.episode_runner.paid(attempt, weighted=False) for attempt in attempts]
             found[f"rewards/{ENVIRONMENT}"] = rewards
         extras[TURNS] = [len(attempt.turns) for attempt in attempts]
         extras[FAILED] = [attempt.failure is not None for attempt in attempts]

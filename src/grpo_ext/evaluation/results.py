@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_ext.bounded import read_json, write_text
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
 from grpo_ext.errors import redacted
 from grpo_ext.evaluation.estimators import Mean, maj_at_k, mean_of, mean_of_shares, pass_at_k
 from grpo_ext.evaluation.evaluate import ANSWER_READ, FAILED, TURNS
 from grpo_ext.rewards.library.math_judgement import by_value
+from grpo_ext.safe_reading import read_json, write_text
 from grpo_ext.tables import Table
 
 EVALUATION = "evaluation"

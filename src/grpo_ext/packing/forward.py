@@ -11,10 +11,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from grpo_ext.packing.attention import INSTEAD, LAYOUT, selected
-from grpo_ext.packing.kept import KeptSets
 from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.recurrent import carried
+from grpo_ext.packing.sampling_support import SamplingSupport
 
 
 def log_probs(
@@ -24,7 +24,7 @@ def log_probs(
     layout: Layout,
     completion: int,
     *,
-    kept: KeptSets | None = None,
+    kept: SamplingSupport | None = None,
     **inputs: Any,
 ) -> tuple[Float[Tensor, "rows completion"], Float[Tensor, "rows completion"] | None, Tensor | None]:
     """Log-probabilities and entropies of the completions' tokens (0 for padding), and the auxiliary loss.
@@ -64,7 +64,7 @@ def log_probs(
 
 @contextmanager
 def _shared(
-    base: PreTrainedModel, scored: Tensor, device: torch.device, sets: KeptSets | None
+    base: PreTrainedModel, scored: Tensor, device: torch.device, sets: SamplingSupport | None
 ) -> Iterator[None]:  # fmt: skip
     """Share prompts, and give the LM head labelled positions only, for one forward."""
 

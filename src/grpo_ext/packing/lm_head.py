@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from trl.trainer import utils
 
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.packing.kept import KeptSets
+from grpo_ext.packing.sampling_support import SamplingSupport
 
 CHUNK_BYTES = 2**28
 """Most bytes of logits at a time, in the precision of their product. A single chunk is kept for the backward."""
@@ -64,7 +64,7 @@ class LabelledLogProbs(torch.autograd.Function):
         softcap: float | None = None,
         scale: float = 1.0,
         outputs: tuple[str, ...] = (),
-        kept: KeptSets | None = None,
+        kept: SamplingSupport | None = None,
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
         ctx.set_materialize_grads(False)
         device = hidden.device.type
@@ -149,7 +149,7 @@ class _Form(NamedTuple):
     temperature: float
     softcap: float | None
     scale: float
-    kept: KeptSets | None
+    kept: SamplingSupport | None
 
     @property
     def exact(self) -> torch.dtype:
@@ -220,7 +220,7 @@ class _Head(NamedTuple):
 
 
 def labelled_positions_only(
-    device: torch.device, kept: Callable[[int], KeptSets] | None = None
+    device: torch.device, kept: Callable[[int], SamplingSupport] | None = None
 ) -> AbstractContextManager[None]:
     """Make TRL's fused LM head compute through `LabelledLogProbs` where it would run tile by tile in torch.
 

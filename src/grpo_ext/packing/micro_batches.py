@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from grpo_ext.packing.images import COUNT, IMAGES, RowImages
-from grpo_ext.packing.kept import KEPT
 from grpo_ext.packing.layout import groups_of
+from grpo_ext.packing.sampling_support import KEPT
 
 
 class MicroBatch(TypedDict, total=False):

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from grpo_ext.packing.collective import entered_alike
 from grpo_ext.packing.forward import log_probs
+from grpo_ext.packing.forward_mode import ForwardMode, exact_mode
 from grpo_ext.packing.images import IMAGES, RowImages, forward_arguments
-from grpo_ext.packing.kept import KEPT, KeptSets
 from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_live_rows
 from grpo_ext.packing.obstacles import causal_lm
-from grpo_ext.packing.own_forward import Way, exact_way
-from grpo_ext.packing.pieces import Part, TokenLimit, in_pieces
 from grpo_ext.packing.policy import PrefixSharing, Scores, concatenated
-from grpo_ext.packing.together import entered_alike
+from grpo_ext.packing.sampling_support import KEPT, SamplingSupport
+from grpo_ext.packing.token_budget import Part, TokenBudget, within_budget
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Scorer:
         temperature: of TRL's LM head.
 
     Attributes:
-        way: how rows are scored; as by TRL until `choose_way` has compared it.
+        way: how rows are scored; as by TRL until `choose_forward_mode` has compared it.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class Scorer:
         sharing: PrefixSharing,
         accelerator: Accelerator,
         forward_only: Callable[[], AbstractContextManager[None]],
-        limit: TokenLimit | None = None,
+        limit: TokenBudget | None = None,
         temperature: float = 1.0,
     ) -> None:
         self.trl, self.sharing, self.accelerator, self.forward_only = stock, sharing, accelerator, forward_only
         self.limit, self.temperature = limit, temperature
-        self.way, self.compared = Way(), False
+        self.way, self.compared = ForwardMode(), False
         names = list(inspect.signature(stock).parameters)
         self.multimodal = names[names.index("compute_aux_loss") + 1 :]
         """Arguments of TRL's forward beside tokens: images and what they need."""
 
-    def choose_way(
+    def choose_forward_mode(
         self,
         model: nn.Module,
         prompts: Sequence[list[int]],
@@ -88,7 +88,7 @@ class Scorer:
         answers = [(completions[i] or [pad])[:most] for i in ends]
         batch = _padded(rows, answers, pad, device)
 
-        def score(way: Way, row: int | None) -> Tensor:
+        def score(way: ForwardMode, row: int | None) -> Tensor:
             ids, mask = batch if row is None else (x[row, batch[1][row].bool()][None] for x in batch)
             of_rows = ends if row is None else ends[row : row + 1]
             completion = max(len(answers[i]) for i in of_rows)
@@ -100,7 +100,7 @@ class Scorer:
         still = nullcontext() if getattr(base, "is_quantized", False) else in_evaluation(model)
         try:
             with self.forward_only(), still, entered_alike(moved or nullcontext()):
-                self.way = exact_way(score, base)
+                self.way = exact_mode(score, base)
         except torch.OutOfMemoryError as error:
             logger.warning(f"scores are not compared with the model's own forward: too little memory ({error})")
         self.compared = True
@@ -199,7 +199,7 @@ class Scorer:
         score: Callable[..., Scores] = partial(sharing.scores, plain, packed, **options)
         rows = input_ids, attention_mask, logits_to_keep
         if self.limit is not None:
-            return in_pieces(self.limit, score, *rows, parents, kept_tokens)
+            return within_budget(self.limit, score, *rows, parents, kept_tokens)
         return score(*rows, batch_size or len(input_ids), parents=parents, kept=kept_tokens)
 
     def check(self, model: nn.Module, device: torch.device) -> None:
@@ -218,7 +218,7 @@ class Scorer:
         completion: int,
         kept: Sequence[Tensor] | None = None,
     ) -> Scores:
-        sets = None if kept is None else partial(KeptSets.of_positions, kept, mask, completion)
+        sets = None if kept is None else partial(SamplingSupport.of_positions, kept, mask, completion)
         with nullcontext() if sets is None else labelled_positions_only(ids.device, sets):
             return self.stock(model, ids, mask, completion, **options, kept=sets)
 
@@ -232,7 +232,7 @@ class Scorer:
         **extra: Any,
     ) -> Scores:
         base = self._base(model)
-        sets = None if kept is None else KeptSets.of(kept, completion, ids.device)
+        sets = None if kept is None else SamplingSupport.of(kept, completion, ids.device)
         with self.accelerator.autocast():
             return log_probs(model, base, ids, layout, completion, kept=sets, **extra)
 

@@ -18,7 +18,7 @@ from grpo_ext.config.vllm import sharded_problem, splits_weights
 from grpo_ext.config.warnings import no_effect
 from grpo_ext.data.config import DataConfig, dataset_problems
 from grpo_ext.data.eval_sets import best_metric_problems
-from grpo_ext.environments import fit
+from grpo_ext.environments import compatibility
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.advantages import estimators
@@ -119,7 +119,7 @@ def unrewarded(
     rewards: list[RewardSpec], training: GRPOExtConfig, environments: Sequence[EnvironmentSpec] = ()
 ) -> Iterator[Problem]:
     """Yield why no completion would be rewarded, and settings that name a reward which does not exist."""
-    yield from fit.unpaid_problems(environments, [spec for spec in rewards if spec.weight])
+    yield from compatibility.unpaid_problems(environments, [spec for spec in rewards if spec.weight])
     paid = [ENVIRONMENT] if any_pays(environments) else []
     if rewards and not paid and not any(spec.weight for spec in rewards):
         yield Problem("reward_funcs", ABSENT, "every reward has the weight 0", "Give at least one another weight.")

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from grpo_ext.bounded import MAX_DEPTH, read_text
 from grpo_ext.config.spec import kind
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.registry import did_you_mean
+from grpo_ext.safe_reading import MAX_DEPTH, read_text
 
 
 def recipes_folder() -> Path:

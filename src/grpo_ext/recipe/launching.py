@@ -8,13 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.bounded import read_json
 from grpo_ext.config.launch import ASKED, EXIT_CODE_FILE, world_size
 from grpo_ext.config.paths import PATHS, expand, unknown
 from grpo_ext.config.spec import kind
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.files import find_recipe, read_yaml, recipes_folder, split_config
 from grpo_ext.registry import did_you_mean
+from grpo_ext.safe_reading import read_json
 
 VALUES = (
     *("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf"),

@@ -17,12 +17,12 @@ from grpo_ext.data.chat_template import prompt_ids
 from grpo_ext.data.config import is_generated
 from grpo_ext.data.files import is_path
 from grpo_ext.data.held_out import shared_prompts
+from grpo_ext.data.images import image_columns
 from grpo_ext.data.mixture import check_mixture, is_local
-from grpo_ext.data.pictures import image_columns
 from grpo_ext.data.prepare import AnyDataset, Tokenizer
 from grpo_ext.data.prompts import PromptLook, unseen_layout
 from grpo_ext.data.rows import with_system_prompt
-from grpo_ext.environments import fit
+from grpo_ext.environments import compatibility
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.recipe.loading import datasets_of, rows_of
@@ -114,7 +114,7 @@ def findings(
         options = as_mapping(training.chat_template_kwargs)
         problems += as_far_as_sound(too_few(training, len(train)))
         problems += _template_problems(train, tokenizer, options)
-        problems += fit.policy_problems(environments, tokenizer, options)
+        problems += compatibility.policy_problems(environments, tokenizer, options)
         for rows, name, trained in ((train, "the training data", None), (test, "the evaluation data", train)):
             found, warnings = prompt_findings(recipe, tokenizer, rows, name, trained)
             problems, notes = problems + found, notes + warnings
@@ -126,7 +126,7 @@ def findings(
             notes += map(str, _too_long(lengths, training.max_completion_length, context))
     problems += as_far_as_sound(ahead_problems(training, train))
     problems += as_far_as_sound(image_problems(training, train.column_names))
-    problems += fit.dataset_problems(environments, train)
+    problems += compatibility.dataset_problems(environments, train)
     if train.column_names is not None:  # None for some streams
         found, warnings = _reward_findings(recipe, train, tokenizer)
         return problems + found, notes + warnings

@@ -12,8 +12,8 @@ from grpo_ext.config.rules import as_far_as_sound, is_broken
 from grpo_ext.config.spec import WrongType
 from grpo_ext.data.eval_sets import EvalSet, parse_eval_sets
 from grpo_ext.data.mixture import DATASET_ENTRY
+from grpo_ext.environments.compatibility import setting_problems
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays, parse_environments
-from grpo_ext.environments.fit import setting_problems
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.checks import part_problems, recipe_warnings, unrewarded
 from grpo_ext.recipe.files import LISTED, find_recipe, read_yaml, split_config, unset

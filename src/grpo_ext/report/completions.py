@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import pyarrow
 from pyarrow import parquet
 
-from grpo_ext.bounded import finite
 from grpo_ext.data.rows import Row
 from grpo_ext.objective.trajectory import BRANCHES
 from grpo_ext.report.reading import COMPLETIONS, RunFolder
 from grpo_ext.rewards.text import conversation_text, message_text
+from grpo_ext.safe_reading import finite
 from grpo_ext.terminal import clipped, printable
 
 STEPS, ROWS = 40, 1200

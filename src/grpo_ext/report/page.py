@@ -14,13 +14,13 @@ from typing import Any
 from jinja2 import Environment, Template
 from markupsafe import Markup, escape
 
-from grpo_ext.bounded import finite, write_text
 from grpo_ext.report import answer
 from grpo_ext.report.completions import browsed, embedded
 from grpo_ext.report.curves import EXPLAINED, OTHERS, REWARD, Curve, Picture, curves, pictures, style
 from grpo_ext.report.facts import differing, facts, shown_setting
 from grpo_ext.report.reading import RunFolder, read_runs
 from grpo_ext.report.seeds import Band, Group, grouped
+from grpo_ext.safe_reading import finite, write_text
 from grpo_ext.terminal import clipped
 
 MAX_SIZE = 5_000_000

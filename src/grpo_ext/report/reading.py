@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.bounded import parse_json, read_json
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.evaluation.results import EVALUATION
+from grpo_ext.safe_reading import parse_json, read_json
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import FINISHED_FILE, METRICS_FILE
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE

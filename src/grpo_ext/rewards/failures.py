@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.bounded import appending
 from grpo_ext.config.launch import rank
 from grpo_ext.errors import without_secrets
 from grpo_ext.rewards.columns import PLURALS, Columns, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.rewards.workers.worker import safe_repr
+from grpo_ext.safe_reading import appending
 from grpo_ext.waiting import Interrupted
 
 

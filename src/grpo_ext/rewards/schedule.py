@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from grpo_ext.bounded import finite
 from grpo_ext.errors import Problem
 from grpo_ext.registry import did_you_mean
+from grpo_ext.safe_reading import finite
 
 _KINDS = ("constant", "linear", "cosine")
 

@@ -17,8 +17,8 @@ from grpo_ext.objective.ratios import widest
 from grpo_ext.packing.images import OF_TOKENS
 from grpo_ext.rollout.blocked_weights import blocked
 from grpo_ext.rollout.grouped_queries import selected
-from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import RowCache, Unsupported, check_layers
+from grpo_ext.rollout.support_log import Drawn, SupportLog
 
 LEAVE = 1 / 8
 """Share of finished rows at which they leave the batch: copying the others costs about one step."""
@@ -211,7 +211,7 @@ class _Batch:
         output = self.model(**inputs, **self.options, **cache, use_cache=True, return_dict=True)
         return output.logits[:, -1].to(copy=True, dtype=torch.float32)
 
-    def choose(self, logits: Tensor, log: KeptLog | None) -> Int[Tensor, " rows"]:
+    def choose(self, logits: Tensor, log: SupportLog | None) -> Int[Tensor, " rows"]:
         """Return the next token of each row, as transformers would; record in `log` what it was drawn from."""
         scores: Tensor = self.processors(self.ids[:, : self.length], logits)  # type: ignore[arg-type]
         if log is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_ext.objective.trajectory import COLUMN, Trajectory
 from grpo_ext.packing.images import IMAGES, RowImages
-from grpo_ext.packing.kept import KEPT
+from grpo_ext.packing.sampling_support import KEPT
 from grpo_ext.rollout.seeds import AttemptId
 
 TurnRewards = list[list[float] | None]

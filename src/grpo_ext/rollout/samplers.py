@@ -27,7 +27,7 @@ class PolicySampler(Protocol):
     """Samples by the policy's present weights, on the main thread: transformers, or vLLM once it has them."""
 
     @property
-    def together(self) -> bool:
+    def collective(self) -> bool:
         """Whether processes generate together, each call with those of the others."""
 
     @property
@@ -47,7 +47,7 @@ class PolicySampler(Protocol):
         fields: Mapping[str, Any] = ...,
         group: int = 1,
     ) -> list[Sampled]:
-        """Sample a completion after each context; collective if `together`.
+        """Sample a completion after each context; collective if `collective`.
 
         Args:
             contexts: token ids; processes that generate together may have different numbers of them.

@@ -28,10 +28,10 @@ from grpo_ext.objective.ratios import widest
 from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
 from grpo_ext.packing.rotary import forgets_beyond
 from grpo_ext.rollout.decoding import decode, ended, padded
-from grpo_ext.rollout.kept_log import DrawLog, Drawn, KeptLog
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import drawn as numbers_drawn
+from grpo_ext.rollout.support_log import DrawLog, Drawn, SupportLog
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class GroupedEngine:
         Raises:
             Unsupported: decoding would not be exact, and the engine is required.
         """
-        log = KeptLog(len(inputs["input_ids"])) if self.keeps and model.training else None
+        log = SupportLog(len(inputs["input_ids"])) if self.keeps and model.training else None
         found = Drawn(log=log)
         try:
             if not self.refusal:
@@ -118,7 +118,7 @@ class TransformersSampler:
 
     def __init__(self, trainer: GRPOTrainer, engine: GroupedEngine) -> None:
         self.trainer, self.engine = trainer, engine
-        self.together = bool(_sharded(trainer) and trainer.accelerator.num_processes > 1)
+        self.collective = bool(_sharded(trainer) and trainer.accelerator.num_processes > 1)
 
     @property
     def takes_streams(self) -> bool:
@@ -144,9 +144,9 @@ class TransformersSampler:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         positions = positions_of(model, cast(GRPOExtConfig, self.trainer.args)) or math.inf
         beyond = [len(ids) + longest > positions for ids in contexts]
-        if any(beyond) and not all(beyond) and not self.together and not fields:
+        if any(beyond) and not all(beyond) and not self.collective and not fields:
             return self._in_two(contexts, limits, streams, beyond)  # the others must not run out of positions
-        if self.together:  # the same number of rows and tokens on every process
+        if self.collective:  # the same number of rows and tokens on every process
             sizes = gather_object([(rows, longest)])
             rows, longest = max(size[0] for size in sizes), max(size[1] for size in sizes)
         if not rows:

@@ -13,8 +13,8 @@ from grpo_ext.errors import SamplerLost
 from grpo_ext.objective.trajectory import Sample, TurnRequest
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.vllm.kept import read
 from grpo_ext.rollout.vllm.server import CONNECTIONS
+from grpo_ext.rollout.vllm.support import read
 from grpo_ext.waiting import SIGNALLED
 
 if TYPE_CHECKING:
@@ -36,21 +36,21 @@ class WaveEngine:
         attempts: of one generation.
         waits: whether a wave waits until all environments have answered, so that a run is a function of its recipe
             and seed where a row does not depend on its own stream alone.
-        together: whether all processes take part in each wave.
+        collective: whether all processes take part in each wave.
     """
 
     pending = 0
     descriptor: int | None = None
 
     def __init__(
-        self, sample: Waves, version: int, attempts: Sequence[AttemptId], *, waits: bool, together: bool = False
+        self, sample: Waves, version: int, attempts: Sequence[AttemptId], *, waits: bool, collective: bool = False
     ) -> None:
-        self._sample, self.version, self.waits, self._together = sample, version, waits, together
+        self._sample, self.version, self.waits, self._collective = sample, version, waits, collective
         self._streams = [attempt.stream() for attempt in attempts]
 
     def generate(self, turns: list[TurnRequest]) -> list[tuple[TurnRequest, Sample]]:
         """Sample all turns."""
-        if not (turns or self._together):
+        if not (turns or self._collective):
             return []
         streams = [self._streams[turn.attempt] for turn in turns]
         sampled = self._sample([turn.context for turn in turns], [turn.limit for turn in turns], streams)
@@ -58,7 +58,7 @@ class WaveEngine:
 
     def anyone(self, here: bool, leaves: bool) -> bool:
         """Return whether an attempt is left, as `TurnEngine` does."""
-        return _going_on(gather_object([(here, leaves)]) if self._together else [(here, leaves)])
+        return _going_on(gather_object([(here, leaves)]) if self._collective else [(here, leaves)])
 
     def close(self) -> None:
         """End the engine after a generation; the sampler stays."""

@@ -129,7 +129,7 @@ class RolloutsAhead:
         self._running.background.stop()
         if self.trainer.reward_runtime is not None:
             self.trainer.reward_runtime.interrupt()
-        for processes in (self.trainer.acting, self.sampler):
+        for processes in (self.trainer.episode_runner, self.sampler):
             if processes is not None:
                 processes.close()
         self._running.background.close()

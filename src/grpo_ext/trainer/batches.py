@@ -25,7 +25,7 @@ from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
 from grpo_ext.rollout.rollout_batch import Generated
 from grpo_ext.rollout.trajectories import parents_of
-from grpo_ext.trainer.diagnosis.places import later_turns
+from grpo_ext.trainer.diagnosis.positions import later_turns
 
 
 def padded(

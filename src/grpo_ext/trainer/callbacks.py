@@ -15,7 +15,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers import TrainingArguments as Arguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
-from grpo_ext.bounded import appending, write_text
+from grpo_ext.safe_reading import appending, write_text
 from grpo_ext.tables import Table
 from grpo_ext.trainer.checkpoints.finish import METRICS_FILE
 from grpo_ext.trainer.signals import signals

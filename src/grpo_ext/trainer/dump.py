@@ -9,12 +9,12 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from grpo_ext import __version__
-from grpo_ext.bounded import replacing
 from grpo_ext.packing.images import IMAGES
-from grpo_ext.packing.kept import KEPT
+from grpo_ext.packing.sampling_support import KEPT
+from grpo_ext.safe_reading import replacing
 from grpo_ext.trainer.checkpoints.identity import plain, settings
 from grpo_ext.trainer.checkpoints.manifest import sync
-from grpo_ext.trainer.findings import ObservedBatch
+from grpo_ext.trainer.nan_report import ObservedBatch
 
 
 def content(trainer: Any, window: Sequence[ObservedBatch]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import widest
-from grpo_ext.trainer.credit import group_shares
+from grpo_ext.trainer.advantages import group_shares
 
 
 @dataclass

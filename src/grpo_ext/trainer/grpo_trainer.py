@@ -27,39 +27,38 @@ from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.ratios import masked, widest
+from grpo_ext.packing.collective import failing_alike
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
+from grpo_ext.packing.forward_mode import count_positions
 from grpo_ext.packing.lm_head import gather_trained_head
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body, takes_positions
-from grpo_ext.packing.own_forward import count_positions
-from grpo_ext.packing.pieces import TokenLimit
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer, in_evaluation
-from grpo_ext.packing.together import failing_alike
-from grpo_ext.rollout.heap import give_back
+from grpo_ext.packing.token_budget import TokenBudget
+from grpo_ext.rollout.images import Tokenized, described
+from grpo_ext.rollout.malloc_trim import give_back
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
-from grpo_ext.rollout.seeing import Tokenized, described
 from grpo_ext.rollout.trajectories import completed
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
-from grpo_ext.trainer.acting import Acting, sampling_of
+from grpo_ext.trainer.advantages import Advantages, AssignedAdvantages
 from grpo_ext.trainer.batches import Generation, counted, counted_once, forward_only, padded, stock_totals
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
-from grpo_ext.trainer.collecting import collector_of
-from grpo_ext.trainer.credit import Credit, Credited
+from grpo_ext.trainer.collector import collector_of
 from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, Watching, add_ess, log_rows, row_record
+from grpo_ext.trainer.episodes import EpisodeRunner, sampling_of
+from grpo_ext.trainer.input_checks import check_processor, check_prompts, fix_lengths, longest_row
 from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.log import Log
 from grpo_ext.trainer.loss import Loss, LossOutput, Moment, joined
 from grpo_ext.trainer.loss_terms import EntropyCoefficient, Figures
 from grpo_ext.trainer.notices import without_notices
-from grpo_ext.trainer.piecewise import SHARDED, check_pieces, more_to_come
+from grpo_ext.trainer.patched_libraries import replacement_problems
 from grpo_ext.trainer.reference import InitialWeights, ReferenceCheck, made_up, scored
-from grpo_ext.trainer.replaced import replacement_problems
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler
-from grpo_ext.trainer.seeing import check_processor, check_prompts, fix_lengths, longest_row
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
     Reward,
@@ -73,6 +72,7 @@ from grpo_ext.trainer.setup import (
     reference_from,
     widen_trained,
 )
+from grpo_ext.trainer.token_budget import SHARDED, check_token_budget, more_to_come
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class GRPOExtTrainer(Lifecycle):
             rollouts=rollouts,
         )
         model, args = ready.model, ready.args
-        self.objective, self.acting = args.objective, None
+        self.objective, self.episode_runner = args.objective, None
         accept_numbered_cpu()
         reference = reference_from(model, args, peft_config)
         with reference, with_our_generation(args), without_notices():
@@ -195,13 +195,13 @@ class GRPOExtTrainer(Lifecycle):
         if ready.environments:
             # a copy: the background may play while TRL tokenizes
             tokenizer = copy.deepcopy(self._tokenizer)
-            self.acting = Acting(ready.environments, tokenizer, reward_memory_gib, sampling_of(args))
+            self.episode_runner = EpisodeRunner(ready.environments, tokenizer, reward_memory_gib, sampling_of(args))
         rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
         self.reward_runtime = rewards.runtime
         self.opened = template_opens(self._tokenizer, as_mapping(self.chat_template_kwargs))
         if self.reward_runtime is not None:
             self.reward_runtime.opened = self.opened
-        self.collector = collector_of(self, rewards, self.acting)
+        self.collector = collector_of(self, rewards, self.episode_runner)
         self._set_up_sampler()
         self._set_up_forward()
         self._add_callbacks()
@@ -209,7 +209,7 @@ class GRPOExtTrainer(Lifecycle):
             self._metrics, self._logs, self._pending_metrics, lambda: self.model.training, self.accelerator
         )
         as_stock, names = args.loss_defaults == "trl", self.reward_func_names
-        self._credit = Credit(self.objective, self.accelerator, self._log, names, as_stock=as_stock)
+        self._advantages = Advantages(self.objective, self.accelerator, self._log, names, as_stock=as_stock)
         aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         self._loss = Loss(self.objective, args, self.accelerator, aux_loss_coef)
         self._entropy_coef = EntropyCoefficient(self, args)
@@ -260,11 +260,11 @@ class GRPOExtTrainer(Lifecycle):
         if args.prefix_setting == "true" and not self.sharing.possible:
             raise ConfigError([self.sharing.problem()])
         several, sharded = self.accelerator.num_processes > 1, self.accelerator.distributed_type in SHARDED
-        if several and (self.rollout_func is not None or self.acting is not None):
+        if several and (self.rollout_func is not None or self.episode_runner is not None):
             self.sharing.agreed = self._largest
-        check_pieces(args, aux_loss=self.aux_loss_enabled)
+        check_token_budget(args, aux_loss=self.aux_loss_enabled)
         agreed = self._largest if several and (sharded or self.sharing.agreed is not None) else None
-        limit = None if (most := args.micro_batch_tokens) is None else TokenLimit(most, self.sharing, agreed)
+        limit = None if (most := args.micro_batch_tokens) is None else TokenBudget(most, self.sharing, agreed)
         stock = super()._get_per_token_logps_and_entropies
         quiet = partial(forward_only, self.model, args)
         self._scorer = Scorer(stock, self.sharing, self.accelerator, quiet, limit, self.temperature)
@@ -280,9 +280,9 @@ class GRPOExtTrainer(Lifecycle):
         self._times = StepTimes(metrics, self.accelerator.device, ("rollout", "rewards"))
         if progress is not None and self.accelerator.is_main_process:
             self._times.sampled = progress.sampled
-        if self.acting is not None:
+        if self.episode_runner is not None:
             self._times.parts += ("environments",)
-        if self.use_vllm or self.collector.beside is not None:
+        if self.use_vllm or self.collector.inference_engine is not None:
             self._times.parts += ("weight_push",)
         if self.use_vllm:
             self.vllm_generation.pushing = partial(self._times.during, "weight_push")
@@ -316,10 +316,10 @@ class GRPOExtTrainer(Lifecycle):
             rank, mask = self.accelerator.process_index, batch["completion_mask"]
             batch["completion_mask"] = self._evaluated.mask_fillers(mask, rollouts.rewards, rank)
         self._compare_sampler(batch, policy, mode)
-        credited = self._credited(rollouts, batch, policy, mode)
+        credited = self._assigned_advantages(rollouts, batch, policy, mode)
         if policy is not None:  # behind the advantages, whose baselines are of all completions, also of rejected ones
             batch |= self._correction(batch, policy, mode)
-        played = self.acting is not None and self.log_completions
+        played = self.episode_runner is not None and self.log_completions
         prompts = [t.opening for t in rollouts.trajectories] if played else map(described, rollouts.prompts)
         advantages, names = credited.by_completion().tolist(), self.reward_func_names
         self._log.add_completions(rollouts, prompts, advantages, names, images=self.log_multimodal)
@@ -338,12 +338,14 @@ class GRPOExtTrainer(Lifecycle):
         batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
         return batch | rollouts.lists
 
-    def _credited(self, rollouts: RolloutBatch, batch: dict[str, Any], policy: Tensor | None, mode: str) -> Credited:
+    def _assigned_advantages(
+        self, rollouts: RolloutBatch, batch: dict[str, Any], policy: Tensor | None, mode: str
+    ) -> AssignedAdvantages:
         """Add the advantages of this process's rows, and their records, to the columns of a generation."""
         device, rank, mask = self.accelerator.device, self.accelerator.process_index, live_mask(batch)
         group = self.num_generations if mode == "train" else self.num_generations_eval
         kl = self._reward_kl(batch, policy, mask) if self.objective.kl_in_reward else None
-        credited = self._credit.assign(rollouts, self.reward_weights, mask, group, kl)
+        credited = self._advantages.assign(rollouts, self.reward_weights, mask, group, kl)
         batch["advantages"] = credited.local(rank, *batch["completion_ids"].shape).to(device)
         if mode == "train":
             assert rollouts.rewards is not None

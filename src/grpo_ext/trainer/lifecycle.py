@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput, has_length
 
-from grpo_ext.bounded import remove_link
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.engines import check_started
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, RolloutDrift, SamplerLost, ServerLost
-from grpo_ext.packing.together import is_out_of_memory
+from grpo_ext.packing.collective import is_out_of_memory
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
+from grpo_ext.safe_reading import remove_link
 from grpo_ext.tables import show
 from grpo_ext.terminal import safe_output
-from grpo_ext.trainer import findings
+from grpo_ext.trainer import nan_report
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.callbacks import completions_table
 from grpo_ext.trainer.checkpoints import identity
@@ -36,9 +36,9 @@ from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
 from grpo_ext.trainer.notices import without_notices
 from grpo_ext.trainer.resuming import Resuming
+from grpo_ext.trainer.save_dry_run import check_saving
 from grpo_ext.trainer.setup import check_trained
 from grpo_ext.trainer.signals import interrupted, naming_lost_ranks, signals
-from grpo_ext.trainer.trial_save import check_saving
 from grpo_ext.waiting import SIGNALLED
 
 
@@ -79,7 +79,7 @@ class Lifecycle(Resuming):
         try:
             check_started(self.accelerator.distributed_type.value, self.ref_model is not None, self.model)
             self._buffered_inputs, self._generation, self._step = None, Generation(), 0
-            self._credit.group_means.load([])
+            self._advantages.group_means.load([])
             self._figures.clear()
             self._metrics["train"].clear()
             self._metrics["eval"].clear()
@@ -161,7 +161,7 @@ class Lifecycle(Resuming):
 
     def _sampling(self) -> AbstractContextManager[None]:
         """Return a context for sampling, which names overflowed weights and logits."""
-        return findings.sampling(self.model, self.state)
+        return nan_report.sampling(self.model, self.state)
 
     # Evaluation.
 

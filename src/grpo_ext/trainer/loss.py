@@ -17,8 +17,8 @@ from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import masked
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask
-from grpo_ext.packing.pieces import Part
 from grpo_ext.packing.policy import Scores
+from grpo_ext.packing.token_budget import Part
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.trainer.diagnosis.recording import log_weights
 from grpo_ext.trainer.evaluating import batch_weight

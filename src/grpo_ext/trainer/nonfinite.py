@@ -17,14 +17,14 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_ext.bounded import write_text
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
+from grpo_ext.safe_reading import write_text
 from grpo_ext.trainer import dump
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.diagnosis.recording import gradient_figures, is_logged
-from grpo_ext.trainer.findings import HOW_TO_LOOK, BadTensor, ObservedBatch, in_order, value_in
 from grpo_ext.trainer.loss import LossOutput
+from grpo_ext.trainer.nan_report import HOW_TO_LOOK, BadTensor, ObservedBatch, in_order, value_in
 from grpo_ext.trainer.signals import signals
 
 logger = logging.getLogger(__name__)

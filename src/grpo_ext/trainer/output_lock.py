@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from grpo_ext.bounded import appending
 from grpo_ext.config.launch import rank
 from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.safe_reading import appending
 
 try:
     import fcntl

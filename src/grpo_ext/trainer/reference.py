@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_ext.errors import ConfigError, Problem
-from grpo_ext.packing.together import entered_alike, failing_alike, is_out_of_memory
+from grpo_ext.packing.collective import entered_alike, failing_alike, is_out_of_memory
 from grpo_ext.trainer.checkpoints.processes import local, whole, writable
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from grpo_ext.errors import RewardError, SamplerLost
 from grpo_ext.rewards.containment import Scored, scorer_of
 from grpo_ext.rewards.runtime import Component, Runtime
 from grpo_ext.rollout.rollout_batch import TurnRewards
-from grpo_ext.trainer.findings import BadTensor
+from grpo_ext.trainer.nan_report import BadTensor
 from grpo_ext.trainer.nonfinite import NonFiniteGuard
 from grpo_ext.waiting import SIGNALLED
 

@@ -31,7 +31,7 @@ from grpo_ext.rollout.samplers import Sampled, Sampler
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty
 from grpo_ext.rollout.turn_engines import WaveEngine
-from grpo_ext.trainer.acting import Acting
+from grpo_ext.trainer.episodes import EpisodeRunner
 
 Row = dict[str, Any]
 Logprobs = list[list[float | None]]
@@ -116,7 +116,7 @@ class RolloutWorker:
         processing_class: of the trainer, or a copy: two threads must not use one tokenizer.
         ends: tokens that end a completion, with padding.
         eos_token_id: fills an empty completion.
-        acting: environments, if there are any.
+        episode_runner: environments, if there are any.
         options: `chat_template_kwargs`.
         loop: TRL's event loop, where a reward is async.
         waiting: entered while environments answer.
@@ -131,13 +131,13 @@ class RolloutWorker:
         *,
         ends: Collection[int],
         eos_token_id: int,
-        acting: Acting | None = None,
+        episode_runner: EpisodeRunner | None = None,
         options: Mapping[str, Any] | None = None,
         loop: AbstractEventLoop | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        self.source, self.scorers, self.ends, self.acting = source, list(scorers), ends, acting
+        self.source, self.scorers, self.ends, self.episode_runner = source, list(scorers), ends, episode_runner
         self.eos_token_id, self.options, self.loop = eos_token_id, options or {}, loop
         self.waiting, self.timed = waiting, timed
         self._processing: Any = processing_class
@@ -149,7 +149,7 @@ class RolloutWorker:
         They are used where all processes know them.
         """
         began = time.monotonic()
-        made = self._sampled(request) if self.acting is None else self._played(request, self.acting)
+        made = self._sampled(request) if self.episode_runner is None else self._played(request, self.episode_runner)
         return replace(made, seconds=time.monotonic() - began)
 
     def score(self, columns: Mapping[str, Any], ready: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -175,11 +175,12 @@ class RolloutWorker:
         generated = Generated(request.prompt_ids, ids, None, texts, logprobs, {}, None, [])
         return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, kept)
 
-    def _played(self, request: RolloutRequest, acting: Acting) -> RolloutBatch:
+    def _played(self, request: RolloutRequest, episode_runner: EpisodeRunner) -> RolloutBatch:
         assert request.limits is not None
         renderer = Renderer(self._tokenizer, self.options)
         with self.source.turns(request) as engine:
-            played = acting.play(request.rows, request.attempts, engine, request.limits, renderer, self.waiting)
+            asked = request.rows, request.attempts, engine, request.limits, renderer
+            played = episode_runner.play(*asked, self.waiting)
         trajectories = [trajectory for trajectory, _ in played]
         made = batch(trajectories, self.ends, logprobs=False)
         fill_empty(made.completion_ids, None, self.eos_token_id)
@@ -308,7 +309,7 @@ def worker_of(
         copy.deepcopy(processing) if copies else processing,
         ends={*trainer.eos_token_ids, trainer._tokenizer.pad_token_id},
         eos_token_id=trainer._tokenizer.eos_token_id,
-        acting=trainer.acting,
+        episode_runner=trainer.episode_runner,
         options=trainer.chat_template_kwargs,
         loop=getattr(trainer, "async_loop", None),
         waiting=waiting,

@@ -16,21 +16,21 @@ import torch
 from torch import nn
 from transformers.utils.hub import hf_api
 
-from grpo_ext.bounded import remove_link, write_text
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, OutOfMemory, Problem
 from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.random_streams import random_state
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
+from grpo_ext.safe_reading import remove_link, write_text
 from grpo_ext.trainer import card, in_flight
+from grpo_ext.trainer.advantages import Advantages
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.checkpoints import identity, processes, state, writing
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.checkpoints.finish import CARD, FINISHED_FILE
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST
 from grpo_ext.trainer.checkpoints.processes import agreed
-from grpo_ext.trainer.credit import Credit
-from grpo_ext.trainer.findings import check_weights
+from grpo_ext.trainer.nan_report import check_weights
 from grpo_ext.trainer.nonfinite import NonFiniteGuard
 from grpo_ext.trainer.reference import InitialWeights
 
@@ -48,7 +48,7 @@ class Saving(GRPOTrainer):
     num_iterations: Any
     objective: Objective
     recipe_record: Mapping[str, Any] | None = None
-    _credit: Credit
+    _advantages: Advantages
     _drift: Any
     _ends_early = False
     """True while a run is ended early: its checkpoint must hold what a resume needs, also with `save_only_model`."""
@@ -103,7 +103,7 @@ class Saving(GRPOTrainer):
             "_globalstep_last_logged": self._globalstep_last_logged,
             "drawn": 0 if dynamic is None else dynamic.prompts.drawn,
             "drift": [] if self._drift is None else self._drift.to_list(),
-            **self._credit.state_dict(),
+            **self._advantages.state_dict(),
         }
 
     def _load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Saving(GRPOTrainer):
             self.collector.dynamic.prompts.drawn = saved["drawn"]
         if self._drift is not None:
             self._drift.load(saved["drift"])
-        self._credit.load_state_dict(saved)
+        self._advantages.load_state_dict(saved)
 
     def _followed_reference(self) -> dict[str, Any]:
         """Return the parameters of a reference that follows the policy (`sync_ref_model`)."""

@@ -28,11 +28,11 @@ from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.config.vllm import leaves_packed, missing, packs_while_loading, quantized_problem
 from grpo_ext.data.eval_sets import best_metric_problems
 from grpo_ext.data.given import Checked, as_dataset, prompt_problems
-from grpo_ext.data.pictures import as_read, image_columns, with_pictures
+from grpo_ext.data.images import as_read, image_columns, with_opened_images
 from grpo_ext.data.rows import check_columns
+from grpo_ext.environments.compatibility import beside_problems, setting_problems
+from grpo_ext.environments.compatibility import dataset_problems as environment_data_problems
 from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
-from grpo_ext.environments.fit import beside_problems, setting_problems
-from grpo_ext.environments.fit import dataset_problems as environment_data_problems
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.quickstart.model import LESSONS, ensure_once
@@ -42,7 +42,7 @@ from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.runtime import Component, Runtime
 from grpo_ext.rewards.signatures import callable_name
 from grpo_ext.rollout.vllm.lazy_import import grpo_trainer
-from grpo_ext.trainer.acting import environment_reward
+from grpo_ext.trainer.episodes import environment_reward
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -150,7 +150,7 @@ def seen(dataset: Any, name: str, problems: list[Any]) -> Any:
     if isinstance(dataset, Mapping):
         return {key: seen(value, f"{name}[{key!r}]", problems) for key, value in dataset.items()}
     try:
-        return as_read(with_pictures(dataset, name))
+        return as_read(with_opened_images(dataset, name))
     except DataError as error:
         problems += error.problems
         return dataset

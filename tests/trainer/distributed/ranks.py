@@ -24,11 +24,11 @@ from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.errors import NonFiniteError, SaveError
 from grpo_ext.evaluation.evaluate import evaluate
-from grpo_ext.packing.pieces import TokenLimit
+from grpo_ext.packing.token_budget import TokenBudget
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.train import leave_process_group
-from grpo_ext.trainer.piecewise import SHARDED
+from grpo_ext.trainer.token_budget import SHARDED
 from support import interrupted, poisoned, tiny, trainers, tuners, worlds
 from support.dealt import AT_A_TIME, LIMITS, SAMPLES, dealing
 from support.dealt import rows as dealt_rows
@@ -119,7 +119,7 @@ def counted(sharing):
 
 def of_own_number(trainer):
     """Numbers of parts of this process's micro-batches, and of spare ones; only sharded weights need equal numbers."""
-    found, cut = [], TokenLimit.parts
+    found, cut = [], TokenBudget.parts
 
     def parts(limit, *args):
         made = cut(limit, *args)
@@ -130,7 +130,7 @@ def of_own_number(trainer):
         if trainer.accelerator.distributed_type not in SHARDED and trainer.sharing.possible:
             trainer.sharing.agreed = None
             trainer._scorer.limit = replace(trainer._scorer.limit, agreed=None)
-        TokenLimit.parts = parts
+        TokenBudget.parts = parts
     return found
 
 

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_ext.bounded import parse_json
 from grpo_ext.environments.endpoint.requests import VALUES, ChatRequest, Refused, Reply, call_of, text_of, thinking_of
 from grpo_ext.environments.protocol import Message
+from grpo_ext.safe_reading import parse_json
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ext.bounded import parse_json
 from grpo_ext.environments.protocol import Message, is_parts, medium, parts_text
+from grpo_ext.safe_reading import parse_json
 
 
 class Refused(ValueError):

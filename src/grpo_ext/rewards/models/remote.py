@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
-from grpo_ext.bounded import finite
 from grpo_ext.objective.options import Ascending
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.models.http_client import HttpClient, RemoteRewardError
 from grpo_ext.rewards.models.scoring import Chat, chat_of
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, completion_text, content_text
+from grpo_ext.safe_reading import finite
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_args
 
-from grpo_ext.bounded import finite
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.models.loaded_model import LoadedModel, ModelSource, shared
 from grpo_ext.rewards.models.scoring import Chat, blended_scores, clipped_score
 from grpo_ext.rewards.protocol import OptionError, rewards
 from grpo_ext.rewards.text import Completion, completion_text
+from grpo_ext.safe_reading import finite
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from transformers.initialization import no_init_weights
 
 from grpo_ext.child_processes import end_with_parent, traceback_tail
 from grpo_ext.rollout.decoding import decode, ended, padded
-from grpo_ext.rollout.kept_log import Drawn, KeptLog
 from grpo_ext.rollout.process.memory_file import load
 from grpo_ext.rollout.process.messages import Failure, Machine, ModelSpec, SampleRequest, Start
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
+from grpo_ext.rollout.support_log import Drawn, SupportLog
 
 ALIVE_SECONDS = 1.0
 
@@ -78,7 +78,7 @@ class Decoder:
         """Sample a completion after each context, as the trainer would in its own process."""
         settings, count = self.settings, len(request.contexts)
         ids, mask = padded(request.contexts, settings.pad, settings.multiple)
-        drawn = Drawn(log=KeptLog(count) if settings.keeps else None)
+        drawn = Drawn(log=SupportLog(count) if settings.keeps else None)
         method = partial(
             decode, drawn=drawn, uniforms=torch.from_numpy(request.uniforms), limits=torch.tensor(request.limits)
         )

@@ -25,7 +25,6 @@ from grpo_ext.errors import ABSENT, ConfigError, ServerLost
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.colocated import each_seeded, engine_settings
-from grpo_ext.rollout.vllm.kept import TIES, Values, read
 from grpo_ext.rollout.vllm.server import (
     CONNECTIONS,
     PROBE,
@@ -36,6 +35,7 @@ from grpo_ext.rollout.vllm.server import (
     server_facts,
     unsuited,
 )
+from grpo_ext.rollout.vllm.support import TIES, Values, read
 from grpo_ext.rollout.vllm.unpushable import unpushable
 from grpo_ext.rollout.vllm.weights import HostCopy, Rounding, effective_weights, is_quantised, policy_dtype
 from grpo_ext.waiting import SIGNALLED, shutdown
@@ -323,7 +323,7 @@ class Generation(vllm_generation.VLLMGeneration):
         return temporarily(self, _seeds=seeds)
 
     @property
-    def together(self) -> bool:
+    def collective(self) -> bool:
         """Whether processes generate together, by one call of each."""
         return self.accelerator.num_processes > 1 and (self.mode == "server" or self.tensor_parallel_size > 1)
 

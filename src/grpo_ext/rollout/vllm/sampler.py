@@ -15,9 +15,9 @@ from grpo_ext.errors import ServerLost
 from grpo_ext.rollout.samplers import Sampled, failing_together
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread
 from grpo_ext.rollout.vllm.generation import LONGEST_PAUSE, Generation, broadcast, first, seeded_request
-from grpo_ext.rollout.vllm.kept import read
 from grpo_ext.rollout.vllm.repairs import Repairs, shared_store
 from grpo_ext.rollout.vllm.server import CONNECTIONS
+from grpo_ext.rollout.vllm.support import read
 from grpo_ext.rollout.vllm.weights import HostCopy
 from grpo_ext.waiting import shutdown
 

@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 from transformers import TrainerState
 
-from grpo_ext.bounded import read_json
 from grpo_ext.config.resuming import FRESH_START
 from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.safe_reading import read_json
 from grpo_ext.trainer.checkpoints.identity import RECIPE_FILE
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST, STATE, UNSEALED, damage, step_of
 

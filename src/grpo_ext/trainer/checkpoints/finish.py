@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.bounded import read_json
 from grpo_ext.config.resuming import FRESH_START, REQUEST_FILE, noted
 from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.safe_reading import read_json
 from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE, WEIGHTS, numbered
 from grpo_ext.trainer.checkpoints.identity import changes
 from grpo_ext.trainer.checkpoints.manifest import changes as changed_files

@@ -17,7 +17,6 @@ from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig
 from trl.data_utils import is_conversational
 from trl.scripts.grpo import GRPOScriptArguments
 
-from grpo_ext.bounded import read_json
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.resuming import FRESH_START
@@ -25,6 +24,7 @@ from grpo_ext.config.settings import Change, change_of
 from grpo_ext.data.config import DataConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem, is_secret, redacted
 from grpo_ext.registry import portable
+from grpo_ext.safe_reading import read_json
 from grpo_ext.trainer.checkpoints.manifest import write_synced
 
 RECIPE_FILE = "recipe.json"

@@ -15,7 +15,7 @@ from operator import or_
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from grpo_ext.bounded import read_json
+from grpo_ext.safe_reading import read_json
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"

@@ -20,9 +20,9 @@ from transformers import TrainingArguments as Arguments
 
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, widest
 from grpo_ext.packing.micro_batches import PARENTS, live_mask
+from grpo_ext.trainer.advantages import per_completion
 from grpo_ext.trainer.checkpoints.processes import local
-from grpo_ext.trainer.credit import per_completion
-from grpo_ext.trainer.diagnosis.places import DEFINITIONS, MISMATCH, by_place
+from grpo_ext.trainer.diagnosis.positions import DEFINITIONS, MISMATCH, by_place
 from grpo_ext.trainer.diagnosis.rules import Doctor
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ def log_rows(
 ) -> None:
     """Append the metrics of a generation's rows, over all processes.
 
-    Credit by turn makes the correlation of advantages and total rewards meaningless, so it is left out.
+    Advantages by turn makes the correlation of advantages and total rewards meaningless, so it is left out.
     """
     if any(ROWS not in batch for batch in batches):
         return

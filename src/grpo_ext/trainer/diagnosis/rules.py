@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ext.trainer.diagnosis import evidence, no_learning, sampler
-from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS
+from grpo_ext.trainer.diagnosis.positions import DEPTHS, FIRST_TURN, LATER_TURNS
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from statistics import fmean as mean
 from statistics import median
 
 from grpo_ext.trainer.diagnosis.evidence import ROWS, TREND, Evidence, History, seen, span
-from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS, MISMATCH
+from grpo_ext.trainer.diagnosis.positions import DEPTHS, FIRST_TURN, LATER_TURNS, MISMATCH
 
 _LEAP = 5.0
 """Factor over all earlier mismatches that counts as a leap."""

@@ -17,14 +17,14 @@ GAPS = """
 import sys
 import psutil
 import torch
-from grpo_ext.rollout import heap
-heap.LARGE = int(sys.argv[1])
+from grpo_ext.rollout import malloc_trim
+malloc_trim.LARGE = int(sys.argv[1])
 pairs = [(torch.ones(25_000), torch.ones(64)) for _ in range(5000)]
 kept = [small for _, small in pairs]
 del pairs
 resident = lambda: psutil.Process().memory_info().rss
 before = resident()
-heap.give_back()
+malloc_trim.give_back()
 print(before - resident(), all(small.sum() == 64 for small in kept))
 """
 """In a process of its own: where tests ran before, small tensors find older gaps and do not part the large ones."""

@@ -32,7 +32,7 @@ def decoded(sets: Int[Tensor, " numbers"]) -> tuple[Int[Tensor, " tokens"], Int[
 
 
 @dataclass(frozen=True)
-class KeptSets:
+class SamplingSupport:
     """Sets of the positions of one forward."""
 
     ids: Int[Tensor, " ids"]
@@ -42,7 +42,7 @@ class KeptSets:
     """Number of ids at each position, negative where they are those left out."""
 
     @classmethod
-    def of(cls, rows: Sequence[Tensor], time: int, device: torch.device) -> "KeptSets":
+    def of(cls, rows: Sequence[Tensor], time: int, device: torch.device) -> "SamplingSupport":
         """Join the sets of completions [rows, time]; padding and tokens without a set keep everything."""
         counts = torch.zeros(len(rows), time, dtype=torch.long)
         begins, ids, first = torch.zeros_like(counts), list[Tensor](), 0
@@ -60,7 +60,7 @@ class KeptSets:
     @classmethod
     def of_positions(
         cls, rows: Sequence[Tensor], mask: Shaped[Tensor, "rows width"], completion: int, positions: int
-    ) -> "KeptSets":
+    ) -> "SamplingSupport":
         """Return the sets of the positions that TRL's LM head computes for padded rows, in their order.
 
         It computes the live tokens of completions, or, without a kernel that selects them, all predictions of a row.
@@ -79,10 +79,10 @@ class KeptSets:
             raise ValueError(f"TRL's LM head computes {found}: the tokens that the sampler kept cannot be assigned.")
         return cls.of(rows, completion, mask.device).at(places)
 
-    def at(self, places: Int[Tensor, " positions"]) -> "KeptSets":
+    def at(self, places: Int[Tensor, " positions"]) -> "SamplingSupport":
         """Return the sets at `places` among these; a negative place has no set."""
         counts = torch.where(places >= 0, self.counts[places.clamp(min=0)], 0)
-        return KeptSets(self.ids, self.begins[places.clamp(min=0)], counts)
+        return SamplingSupport(self.ids, self.begins[places.clamp(min=0)], counts)
 
     def left_out(self, rows: slice, vocabulary: int) -> Bool[Tensor, "positions vocabulary"]:
         """Return which tokens of the vocabulary the sampler could not have drawn, at the positions `rows`."""

@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 from trl.chat_template_utils import qwen3_chat_template
 
-from grpo_ext.environments import fit
+from grpo_ext.environments import compatibility
 from grpo_ext.environments.composition import parse_environments
 from support import tiny
 
@@ -47,7 +47,7 @@ def data(prompt=ASKED, **columns):
     ],
 )
 def test_data_that_do_not_fit_are_refused(entries, rows, message):
-    problems = [str(problem) for problem in fit.dataset_problems(specs(*entries), rows)]
+    problems = [str(problem) for problem in compatibility.dataset_problems(specs(*entries), rows)]
     assert len(problems) == (message is not None)
     assert all(message in problem for problem in problems)
 
@@ -67,6 +67,6 @@ ONE_QUESTION = "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif
 def test_chat_templates_that_do_not_fit_are_refused(entry, template, message):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
-    problems = [str(problem) for problem in fit.policy_problems(specs(entry), tokenizer, {})]
+    problems = [str(problem) for problem in compatibility.policy_problems(specs(entry), tokenizer, {})]
     assert len(problems) == (message is not None)
     assert all(message in problem for problem in problems)

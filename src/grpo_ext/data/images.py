@@ -25,7 +25,7 @@ def image_columns(*given: Any) -> list[str]:
     return columns_of_images(names)
 
 
-def with_pictures(dataset: Any, source: str, folder: Path | None = None) -> Any:
+def with_opened_images(dataset: Any, source: str, folder: Path | None = None) -> Any:
     """Return a dataset whose columns of images hold pictures; any other dataset as it is.
 
     Args:

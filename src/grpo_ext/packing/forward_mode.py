@@ -15,12 +15,12 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.packing.collective import failing_alike, is_out_of_memory, largest
 from grpo_ext.packing.forward import rounded_differently
-from grpo_ext.packing.kept import KeptSets
 from grpo_ext.packing.lm_head import LEFT_OUT
 from grpo_ext.packing.obstacles import takes_positions, text_model
 from grpo_ext.packing.policy import NOISES
-from grpo_ext.packing.together import failing_alike, is_out_of_memory, largest
+from grpo_ext.packing.sampling_support import SamplingSupport
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ EXACT = 1e-4
 """Error in nats per token that counts as rounding: some parts round to float32 in any precision."""
 
 
-class Way(NamedTuple):
+class ForwardMode(NamedTuple):
     """How TRL's forward scores rows."""
 
     logits: bool = False
@@ -38,7 +38,11 @@ class Way(NamedTuple):
 
     @contextmanager
     def of(
-        self, base: PreTrainedModel, completion: int, temperature: float, kept: Callable[[int], KeptSets] | None = None
+        self,
+        base: PreTrainedModel,
+        completion: int,
+        temperature: float,
+        kept: Callable[[int], SamplingSupport] | None = None,
     ) -> Iterator[None]:
         """Let TRL's forward of `base` score `completion` columns so; `kept` as in `labelled_positions_only`."""
         with ExitStack() as stack:
@@ -64,7 +68,7 @@ def count_positions(base: PreTrainedModel) -> Any:
 
 
 def _by_own_logits(
-    base: PreTrainedModel, completion: int, temperature: float, kept: Callable[[int], KeptSets] | None
+    base: PreTrainedModel, completion: int, temperature: float, kept: Callable[[int], SamplingSupport] | None
 ) -> Callable[..., Any]:
     """Return a forward with TRL's arguments and outputs."""
     own, takes = base.forward, inspect.signature(type(base).forward).parameters
@@ -88,7 +92,7 @@ def _by_own_logits(
     return forward
 
 
-def exact_way(score: Callable[[Way, int | None], Tensor], base: PreTrainedModel) -> Way:
+def exact_mode(score: Callable[[ForwardMode, int | None], Tensor], base: PreTrainedModel) -> ForwardMode:
     """Return the first way to score two padded rows that equals the model's own forward of each without padding.
 
     That is with the positions of `generate`, which counts those of text from 0. They may differ by `NOISES` times the
@@ -104,7 +108,7 @@ def exact_way(score: Callable[[Way, int | None], Tensor], base: PreTrainedModel)
     """
     name, counted, text = type(base).__name__, takes_positions(base), text_model(base) is base
 
-    def scored(way: Way, row: int | None = None) -> Tensor | None:
+    def scored(way: ForwardMode, row: int | None = None) -> Tensor | None:
         with failing_alike():
             try:
                 return score(way, row)
@@ -117,24 +121,25 @@ def exact_way(score: Callable[[Way, int | None], Tensor], base: PreTrainedModel)
                 raise ConfigError([Problem("model", name, reason, "Train another architecture.")]) from error
 
     def own() -> Tensor:
-        rows = [scored(Way(logits=True, positions=counted and text), row) for row in range(2)]
+        rows = [scored(ForwardMode(logits=True, positions=counted and text), row) for row in range(2)]
         return torch.cat([row for row in rows if row is not None]).cpu().double()
 
     def error(found: Tensor | None) -> float:
         apart = math.nan if found is None else (found.cpu() - expected).abs().mean().item()
         return math.inf if math.isnan(apart) else apart
 
-    stock = scored(Way())  # before others: ZeRO-3 learns from the first forward which parameters a module reads
+    # before others: ZeRO-3 learns from the first forward which parameters a module reads
+    stock = scored(ForwardMode())
     expected = own()
     with rounded_differently(base, seed=0):
         noise = largest((own() - expected).abs().mean().item())
-    allowed, errors = max(EXACT, NOISES * noise), dict[Way, float]()
+    allowed, errors = max(EXACT, NOISES * noise), dict[ForwardMode, float]()
     for positions, logits in product((False, True)[: 1 + counted], (False, True)):
-        way = Way(logits, positions)
+        way = ForwardMode(logits, positions)
         errors[way] = largest(error(scored(way) if any(way) else stock))
         if errors[way] <= allowed:
             break
-    off = f"{errors[Way()]:.2g} nats per token off the model's own forward"
+    off = f"{errors[ForwardMode()]:.2g} nats per token off the model's own forward"
     if errors[way] > allowed:
         reason = f"scores of its first completions, beside padding, are {off} (rounding: {noise:.2g})"
         cure = "Train another architecture: its padding, or its head, changes log-probabilities."

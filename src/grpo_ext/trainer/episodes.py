@@ -14,13 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response, supports_tool_calling
 
-from grpo_ext.bounded import check_depth
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.messages import without_gaps
 from grpo_ext.environments.attempt import AttemptFigures, AttemptLimits, Task
+from grpo_ext.environments.compatibility import reader_of
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.engine import TurnEngine
-from grpo_ext.environments.fit import reader_of
 from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.loop import Attempts
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, Message
@@ -31,6 +30,7 @@ from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import Trajectory, of_agents
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.transformers_engine import positions_of
+from grpo_ext.safe_reading import check_depth
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ PATIENCE = 5
 """Generations in a row in which every attempt may be lost."""
 _SHOWN = 600
 """Characters of a program's output that are shown."""
-Played = Sequence[tuple[Trajectory, AttemptFigures]]
+Episodes = Sequence[tuple[Trajectory, AttemptFigures]]
 """Attempts with what each took."""
 
 
@@ -66,7 +66,7 @@ def environment_reward(specs: Sequence[EnvironmentSpec]) -> list[Callable[..., l
 
     def environment(trajectory: Sequence[Trajectory], **_: object) -> list[Any]:
         paid = [None if made.lost else reward_of(made, by_name[made.environment]) for made in trajectory]
-        return [0.0 if reward is None else reward for reward in paid]  # `Acting.unscored` has those that are None
+        return [0.0 if reward is None else reward for reward in paid]  # those that are None: `EpisodeRunner.unscored`
 
     return [environment] if any_pays(specs) else []
 
@@ -85,7 +85,7 @@ def reward_of(made: Trajectory, spec: EnvironmentSpec) -> list[float] | float | 
     return [spec.weight * reward for reward in [*each[:-1], each[-1] + whole]]
 
 
-class Acting:
+class EpisodeRunner:
     """The environments of a trainer, and their processes, which start with the first generation.
 
     Args:
@@ -120,7 +120,7 @@ class Acting:
         limits: AttemptLimits,
         renderer: Renderer,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Played:
+    ) -> Episodes:
         """Play one attempt for each row and close the engine; `waiting` is as in `Attempts`."""
         loop = Attempts(engine, self.hosts, renderer, self._parsed, limits, waiting, tools=self._reader is not None)
         with closing(engine):
@@ -170,7 +170,7 @@ class Acting:
             found[:, -1] = torch.tensor([self.paid(trajectory) is None for trajectory in made])
         return found
 
-    def records(self, played: Played) -> list["Record"]:
+    def records(self, played: Episodes) -> list["Record"]:
         """Return what the figures need of the attempts of all processes; collective."""
         mine = [
             Record(

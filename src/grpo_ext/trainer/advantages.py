@@ -1,4 +1,4 @@
-"""Credit assignment: from the rewards of a generation and what is known of its tokens to advantages."""
+"""Advantages assignment: from the rewards of a generation and what is known of its tokens to advantages."""
 
 import hashlib
 import logging
@@ -45,7 +45,7 @@ class GroupMeans:
             columns = [group_means(column) for column in (*rewards.unbind(dim=-1), total)]
             self.batches.append(torch.stack(columns, dim=-1))
 
-    def together(self) -> Tensor | None:
+    def concatenated(self) -> Tensor | None:
         """Return all batches as [past groups, columns], or None where there are none."""
         return torch.cat(list(self.batches)) if self.batches else None
 
@@ -60,7 +60,7 @@ class GroupMeans:
 
 
 @dataclass(frozen=True)
-class Credited:
+class AssignedAdvantages:
     """Advantages of all processes' completions."""
 
     advantages: Float[Tensor, "groups completions *time"]
@@ -82,7 +82,7 @@ class Credited:
         return per_completion(self.advantages.flatten(0, 1), mask)
 
 
-class Credit:
+class Advantages:
     """Turns the rewards of a generation into advantages by the objective's estimator, and logs both.
 
     Args:
@@ -105,7 +105,9 @@ class Credit:
         self.group_means = GroupMeans(objective.remembered_batches)
         self.monitor = AdvantageMonitor(names, warns=accelerator.is_main_process)
 
-    def assign(self, rollouts: RolloutBatch, weights: Tensor, mask: Tensor, group: int, kl: Tensor | None) -> Credited:
+    def assign(
+        self, rollouts: RolloutBatch, weights: Tensor, mask: Tensor, group: int, kl: Tensor | None
+    ) -> AssignedAdvantages:
         """Return the advantages of all processes' completions; in training they join what the next ones depend on.
 
         Args:
@@ -121,14 +123,14 @@ class Credit:
         total = self._total(rewards, wide)
         self._log_rewards(rewards, trl, total)
         if self.stock:
-            credited = Credited(trl.advantages.view(-1, group), total, zero_variance(total))
+            credited = AssignedAdvantages(trl.advantages.view(-1, group), total, zero_variance(total))
         else:
             tokens = self.tokens(rollouts, mask, group, kl) if self.objective.sees_tokens else {}
             # an evaluation's figures would count the rows that fill up its last batch
             log_metric = self.log.add if training else _ignore
             values = self._estimated(rewards, wide, total, tokens, log_metric, remember=training)
             values = values.to(trl.advantages.dtype)
-            credited = Credited(values, total, _silent(values), tokens.get("mask"))
+            credited = AssignedAdvantages(values, total, _silent(values), tokens.get("mask"))
         self.log.add("advantages/zero_variance_groups", credited.silent.double().mean().item())
         if training:
             self.monitor.add(rewards, bool(credited.silent.all()))
@@ -140,7 +142,7 @@ class Credit:
         rewards, tokens = self._grouped(rollouts.rewards, group), {}
         if self.objective.sees_tokens:
             tokens = self.tokens(rollouts, token_mask(rollouts), group)
-        history = self.group_means.together()
+        history = self.group_means.concatenated()
         return _silent(self.objective.advantages(rewards, weights.double(), history, _ignore, **tokens))
 
     def tokens(
@@ -187,7 +189,7 @@ class Credit:
                 tokens = {**tokens, "turn_rewards": by_turn.unsqueeze(-2)}
             rewards = objective.less_kl(rewards, weights, tokens["mask"], tokens["kl"])
             weights, total = weights.new_ones(1), rewards.squeeze(-1)
-        values = objective.advantages(rewards, weights, self.group_means.together(), log_metric, **tokens)
+        values = objective.advantages(rewards, weights, self.group_means.concatenated(), log_metric, **tokens)
         if remember:
             self.group_means.remember(rewards, total)
         return values

@@ -14,15 +14,15 @@ from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.packing.dropout import switch_dropout_off
-from grpo_ext.packing.kept import encoded
+from grpo_ext.packing.forward_mode import ForwardMode, count_positions
 from grpo_ext.packing.obstacles import name_body, takes_positions
-from grpo_ext.packing.own_forward import Way, count_positions
+from grpo_ext.packing.sampling_support import encoded
 from grpo_ext.packing.scorer import Scorer
 from support import architectures, image_text, tiny, trainers
 from support.tuners import needs_virtual_tokens
 
 TEMPERATURE = 0.7
-POSITIONS, LOGITS, BOTH = Way(positions=True), Way(logits=True), Way(True, True)
+POSITIONS, LOGITS, BOTH = ForwardMode(positions=True), ForwardMode(logits=True), ForwardMode(True, True)
 WAYS = {
     POSITIONS: (
         "bert-generation biogpt ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neo hunyuan_v1_dense hunyuan_v1_moe openai-gpt xglm "
@@ -116,7 +116,7 @@ def check(name, adapter=None, *, tied=None, exact=1e-4):
     """The way that is chosen, after its scores have been compared; None where the model is refused."""
     (model, base), one, (prompts, completions) = made(name, adapter, tied=tied), scorer(), rows()
     try:
-        one.choose_way(model, prompts, completions, [], 0)
+        one.choose_forward_mode(model, prompts, completions, [], 0)
     except ConfigError:
         return None
     with torch.no_grad():
@@ -132,7 +132,7 @@ def check(name, adapter=None, *, tied=None, exact=1e-4):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("llama", Way()), ("qwen3_moe", Way()), ("gpt2", POSITIONS), ("hunyuan_v1_dense", POSITIONS),
+        ("llama", ForwardMode()), ("qwen3_moe", ForwardMode()), ("gpt2", POSITIONS), ("hunyuan_v1_dense", POSITIONS),
         ("modernbert-decoder", LOGITS), ("aya_vision", LOGITS), ("bert", BOTH), ("roberta", BOTH), ("bart", None),
         ("recurrent_gemma", None),
     ],
@@ -146,7 +146,7 @@ def test_scores_are_those_of_the_models_own_forward(name, way):
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_tokens_before_the_prompt_move_no_positions_in_scores_nor_in_rollouts(name, kind):
-    assert check(name, ADAPTERS[kind]) == Way()
+    assert check(name, ADAPTERS[kind]) == ForwardMode()
     (model, base), prompts = made(name, ADAPTERS[kind]), rows()[0][:2]
     ids, mask, _ = batch(prompts, [[3]] * 2)
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
@@ -159,7 +159,7 @@ def test_tokens_before_the_prompt_move_no_positions_in_scores_nor_in_rollouts(na
 
 def test_own_logits_are_normalised_over_the_tokens_that_the_sampler_kept():
     (model, base), one, (prompts, completions) = made("modernbert-decoder"), scorer(), rows()
-    one.choose_way(model, prompts, completions, [], 0)
+    one.choose_forward_mode(model, prompts, completions, [], 0)
     sets = [[sorted({token, 5, 11, 30}) for token in completion] for completion in completions]
     kept = [
         encoded(torch.tensor([*map(len, row)]), torch.tensor([token for choice in row for token in choice]))
@@ -205,9 +205,9 @@ def test_the_comparison_is_made_once_with_few_forwards(tmp_path):
     one, passes = trained("llama", tmp_path), []
     one.model.base_model.register_forward_hook(lambda module, args, out: passes.append(out[0].shape[:2].numel()))
     prompts, completions = [[3] * 300] * 8, [[4] * 200] * 8
-    one._scorer.choose_way(one.model, prompts, completions, [], 0)
+    one._scorer.choose_forward_mode(one.model, prompts, completions, [], 0)
     assert (len(passes), sum(passes)) == (5, 2 * (16 + 13) + 2 * 18)
-    one._scorer.choose_way(one.model, prompts, completions, [], 0)
+    one._scorer.choose_forward_mode(one.model, prompts, completions, [], 0)
     assert len(passes) == 5
 
 
@@ -227,7 +227,7 @@ EVERY = 1 if os.environ.get("GRPO_EXT_WHOLE_CENSUS") else 5
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.cases(110)
 def test_every_architecture_is_scored_exactly_or_refused(name, tied):
-    assert check(name, tied=tied) == next((way for way, names in WAYS.items() if name in names.split()), Way())
+    assert check(name, tied=tied) == next((way for way, names in WAYS.items() if name in names.split()), ForwardMode())
 
 
 @pytest.mark.slow
@@ -239,4 +239,4 @@ def test_every_architecture_with_an_adapter_of_tokens_is_scored_exactly_or_ends(
         found = check(name, ADAPTERS[kind])
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         pytest.skip(f"PEFT or transformers end the run: {error}")
-    assert found in (None, Way(), LOGITS)
+    assert found in (None, ForwardMode(), LOGITS)

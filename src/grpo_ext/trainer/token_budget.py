@@ -28,7 +28,7 @@ def more_to_come(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def check_pieces(args: GRPOExtConfig, *, aux_loss: bool) -> None:
+def check_token_budget(args: GRPOExtConfig, *, aux_loss: bool) -> None:
     """Refuse to cut the micro-batches of a model whose loss has a term of all their rows.
 
     Raises:

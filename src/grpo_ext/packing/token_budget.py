@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class TokenLimit:
+class TokenBudget:
     """Cuts micro-batches.
 
     Args:
@@ -177,8 +177,8 @@ def by_group(
     return [sorted(rows) for _, rows in pieces]
 
 
-def in_pieces(
-    limit: TokenLimit,
+def within_budget(
+    limit: TokenBudget,
     score: Callable[..., Scores],
     input_ids: Tensor,
     mask: Tensor,
@@ -188,7 +188,7 @@ def in_pieces(
 ) -> Scores:
     """Score the last `completion` columns of rows [rows, width] piece by piece, by `PrefixSharing.scores`.
 
-    A piece has no column that is padding in all of its rows (`TokenLimit.columns`). Processes agree on the number of
+    A piece has no column that is padding in all of its rows (`TokenBudget.columns`). Processes agree on the number of
     forwards before the first one, since forwards hold collectives too.
     """
     pieces, start = limit.cut(input_ids, mask, completion, parents), input_ids.shape[1] - completion

@@ -12,10 +12,10 @@ from transformers import (
 )
 
 from grpo_ext import ConfigError
-from grpo_ext.packing.kept import KeptSets
-from grpo_ext.rollout.kept_log import encoded_lists
+from grpo_ext.packing.sampling_support import SamplingSupport
+from grpo_ext.rollout.support_log import encoded_lists
 from grpo_ext.rollout.transformers_engine import GroupedEngine
-from grpo_ext.rollout.vllm.kept import returned_sets, sampled_first
+from grpo_ext.rollout.vllm.support import returned_sets, sampled_first
 from support import tiny
 from support.trainers import build, weights
 
@@ -42,7 +42,8 @@ def test_an_engine_records_what_transformers_keeps(options, grouped):
     torch.manual_seed(0)
     ids, drawn = engine.generate(model, input_ids=prompts, attention_mask=mask, generation_config=config)
     rows = [[*row[:end], 1] if (end := row.index(1) if 1 in row else -1) >= 0 else row for row in ids[:, 3:].tolist()]
-    sets = KeptSets.of(drawn.kept(rows), new, ids.device).left_out(slice(None), len(tiny.WORDS)).view(4, new, -1)
+    support = SamplingSupport.of(drawn.kept(rows), new, ids.device)
+    sets = support.left_out(slice(None), len(tiny.WORDS)).view(4, new, -1)
     lengths = torch.cat([mask, torch.ones_like(ids[:, 3:])], dim=1)
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=lengths, position_ids=lengths.cumsum(1) - 1).logits[:, 2:-1]

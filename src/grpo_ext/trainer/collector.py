@@ -22,28 +22,28 @@ from trl.extras.profiling import profiling_context
 
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.data.pictures import with_images
+from grpo_ext.data.images import with_images
 from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN, batch
 from grpo_ext.rewards.containment import Scored
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
+from grpo_ext.rollout.images import Tokenized, each_alone, images_in
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import PolicySampler, Sampled, Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.seeing import Tokenized, each_alone, images_in
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty, known_everywhere
 from grpo_ext.rollout.transformers_engine import transformers_sampler
 from grpo_ext.rollout.turn_engines import ServerEngine, WaveEngine
 from grpo_ext.trainer import tool_environments
-from grpo_ext.trainer.acting import Acting, limits_of
 from grpo_ext.trainer.ahead import RolloutsAhead
+from grpo_ext.trainer.episodes import EpisodeRunner, limits_of
 from grpo_ext.trainer.in_flight import InFlight
+from grpo_ext.trainer.input_checks import check_fields, check_seen, images_of_tools
 from grpo_ext.trainer.reference import moved
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.rollout_worker import Asked, RolloutRequest, columns_of, worker_of
-from grpo_ext.trainer.seeing import check_fields, check_seen, images_of_tools
 
 Row = dict[str, Any]
 
@@ -53,10 +53,10 @@ class Collector:
 
     Args:
         trainer: the trainer, whose hooks it calls.
-        own: the policy as its own sampler, or vLLM with its present weights.
-        beside: the sampler that runs beside training: a process, or a vLLM server.
+        policy: the policy as its own sampler, or vLLM with its present weights.
+        inference_engine: the sampler that runs beside training: a process, or a vLLM server.
         rewards: the rewards.
-        acting: environments.
+        episode_runner: environments.
         ahead: samples by older weights, for `rollout_ahead`.
         dynamic: replaces groups without a signal, for `dynamic_sampling`.
     """
@@ -64,15 +64,15 @@ class Collector:
     def __init__(
         self,
         trainer: Any,
-        own: PolicySampler,
-        beside: Sampler | None,
+        policy: PolicySampler,
+        inference_engine: Sampler | None,
         rewards: RewardCollector,
-        acting: Acting | None = None,
+        episode_runner: EpisodeRunner | None = None,
         ahead: RolloutsAhead | None = None,
         dynamic: DynamicSampler | None = None,
     ) -> None:
-        self.trainer, self.own, self.beside, self.rewards = trainer, own, beside, rewards
-        self.acting, self.ahead, self.dynamic = acting, ahead, dynamic
+        self.trainer, self.policy, self.inference_engine, self.rewards = trainer, policy, inference_engine, rewards
+        self.episode_runner, self.ahead, self.dynamic = episode_runner, ahead, dynamic
         self._current: RolloutBatch | None = None
         timed = partial(profiling_context, trainer)
 
@@ -94,7 +94,7 @@ class Collector:
             if self.dynamic is None or not training:
                 return self.collect(rows, attempts)
             weights, group = trainer.reward_weights, trainer.num_generations
-            silent = partial(trainer._credit.silent_groups, weights=weights, group=group)
+            silent = partial(trainer._advantages.silent_groups, weights=weights, group=group)
             return self.dynamic.settle(rows, attempts, self.collect, silent, trainer._metrics["train"])
 
     def collect(self, rows: list[Row], attempts: Sequence[AttemptId]) -> RolloutBatch:
@@ -140,7 +140,7 @@ class Collector:
         trainer, args = self.trainer, self.trainer.args
         step = trainer.state.global_step if step is None else step
         prompts = copy.deepcopy([row["prompt"] for row in rows])
-        ids = [] if self.acting is not None else trainer._tokenize_prompts(prompts)[0]
+        ids = [] if self.episode_runner is not None else trainer._tokenize_prompts(prompts)[0]
         limit, limits = args.max_completion_length, limits_of(trainer)
         request = RolloutRequest(rows, prompts, ids, attempts, limit, limits, version, step)
         known = [row for row in trainer.state.log_history if row.get("step", 0) <= step]
@@ -168,7 +168,7 @@ class Collector:
                 an image.
         """
         trainer, found = self.trainer, self._current or RolloutBatch([{} for _ in prompts])
-        if trainer.use_vllm and self.beside is not None and trainer.model.training:
+        if trainer.use_vllm and self.inference_engine is not None and trainer.model.training:
             trainer._last_loaded_step = trainer.state.global_step  # TRL would push below running requests
         with trainer._times.during("rollout"), trainer._sampling():
             generated = self._completed(found, prompts) if stock is None else self._by_trl(stock, prompts)
@@ -181,7 +181,7 @@ class Collector:
             )
         first = generated.prompt_ids, generated.completion_ids, found.images
         adapted = moved(trainer._unwrapped) if isinstance(trainer.model, PeftModel) else None
-        trainer._scorer.choose_way(trainer.model, *first, trainer._tokenizer.pad_token_id, adapted)
+        trainer._scorer.choose_forward_mode(trainer.model, *first, trainer._tokenizer.pad_token_id, adapted)
         return generated
 
     def _by_trl(self, stock: Callable[[list], Any], prompts: list) -> Generated:
@@ -204,18 +204,18 @@ class Collector:
         trainer, images, fields, made = self.trainer, None, {}, found
         if found.generated is None:
             prompts, ids = copy.deepcopy(prompts), list[list[int]]()
-            if self.acting is None:
+            if self.episode_runner is None:
                 ids, images, fields = trainer._tokenize_prompts(prompts)
             group = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
             made = self.worker.complete(self._request(found, prompts, ids, fields, group))
         assert made.generated is not None
         generated, found.kept, found.played = made.generated._replace(images=images), made.kept, made.played
-        if self.acting is None:
+        if self.episode_runner is None:
             return generated
-        records = self.acting.records(found.played)
-        trainer._log.add_all(self.acting.figures(records, warns=trainer.accelerator.is_main_process))
+        records = self.episode_runner.records(found.played)
+        trainer._log.add_all(self.episode_runner.figures(records, warns=trainer.accelerator.is_main_process))
         if trainer.model.training:
-            self.acting.note_losses(records)
+            self.episode_runner.note_losses(records)
         if not known_everywhere(made.trajectories):
             return generated
         lists = batch(made.trajectories, self.worker.ends, logprobs=True)
@@ -232,15 +232,15 @@ class Collector:
     ) -> RolloutRequest:
         """Return the request for rows that are completed now, beside the training or by the policy itself."""
         trainer, training, version = self.trainer, self.trainer.model.training, None
-        if self.beside is not None and training and found.attempts:
-            version = self._published(self.beside)
+        if self.inference_engine is not None and training and found.attempts:
+            version = self._published(self.inference_engine)
         return RolloutRequest(
             found.rows,
             prompts,
             contexts,
             found.attempts,
-            self.own.limit,
-            None if self.acting is None else limits_of(trainer),
+            self.policy.limit,
+            None if self.episode_runner is None else limits_of(trainer),
             version,
             int(trainer.state.global_step),
             fields,
@@ -270,11 +270,11 @@ class Collector:
         limits = [request.limit] * len(request.prompt_ids)
         if request.version is None:
             self._push()
-            return self.own.sample(request.prompt_ids, limits, fields=request.fields, group=request.group)
-        assert self.beside is not None
+            return self.policy.sample(request.prompt_ids, limits, fields=request.fields, group=request.group)
+        assert self.inference_engine is not None
         streams = [attempt.stream() for attempt in request.attempts]
         with failing_together():
-            return self.beside.sample(request.version, request.prompt_ids, limits, streams)
+            return self.inference_engine.sample(request.version, request.prompt_ids, limits, streams)
 
     @contextmanager
     def turns(self, request: RolloutRequest) -> Iterator[TurnEngine]:
@@ -283,17 +283,17 @@ class Collector:
             yield self._engine(request)
 
     def _engine(self, request: RolloutRequest) -> TurnEngine:
-        args, own, attempts = self.trainer.args, self.own, request.attempts
+        args, policy, attempts = self.trainer.args, self.policy, request.attempts
         in_turn = args.environment_waves == "turn"
         if request.version is not None:
-            assert self.beside is not None
-            sample = partial(self.beside.sample, request.version)
+            assert self.inference_engine is not None
+            sample = partial(self.inference_engine.sample, request.version)
             return WaveEngine(sample, request.step, attempts, waits=in_turn)
         self._push()
-        if not in_turn and args.use_vllm and args.vllm_mode == "server" and not own.together:
+        if not in_turn and args.use_vllm and args.vllm_mode == "server" and not policy.collective:
             return ServerEngine(self.trainer.vllm_generation, request.step, attempts)
-        waits = in_turn or own.together or not own.takes_streams
-        return WaveEngine(own.sample, request.step, attempts, waits=waits, together=own.together)
+        waits = in_turn or policy.collective or not policy.takes_streams
+        return WaveEngine(policy.sample, request.step, attempts, waits=waits, collective=policy.collective)
 
     def _push(self) -> None:
         """Give vLLM the policy's weights if it has older ones."""
@@ -337,11 +337,11 @@ class Collector:
         errors = [one.scores.error for one in scored.values() if one.scores.error]
         rewards = self.rewards.checked(rewards, errors, prompts, completions)
         found.logged = self._logged(scored)
-        if self.acting is not None:
+        if self.episode_runner is not None:
             played = [row[COLUMN] for row in rows]
-            unscored = self.acting.unscored(played, rewards.shape[1]).to(rewards.device)
+            unscored = self.episode_runner.unscored(played, rewards.shape[1]).to(rewards.device)
             rewards = rewards.masked_fill(trainer.accelerator.gather(unscored), torch.nan)
-            found.logged |= self.acting.columns(played)
+            found.logged |= self.episode_runner.columns(played)
         found.rewards, found.turn_rewards = rewards, self.rewards.turn_rewards(scored, len(rows))
         return rewards
 
@@ -382,17 +382,17 @@ class Collector:
         """Return a context in which what samples beside the training is free for an evaluation."""
         if self.ahead is not None:
             self.ahead.wait()
-        if self.beside is None:
+        if self.inference_engine is None:
             return nullcontext()
         self.trainer._last_loaded_step = -1  # TRL then pushes the present weights
-        return self.beside.paused()
+        return self.inference_engine.paused()
 
     def close(self) -> None:
         """End the processes beside this one, which would wait for the next batch; let other runs have the server."""
         trainer = self.trainer
         if self.ahead is not None:
             self.ahead.close()
-        for processes in (self.acting, self.rewards.runtime, self.beside):
+        for processes in (self.episode_runner, self.rewards.runtime, self.inference_engine):
             if processes is not None:
                 processes.close()
         engine = getattr(trainer, "vllm_generation", None)
@@ -400,15 +400,15 @@ class Collector:
             engine.vllm_client.release()
 
 
-def collector_of(trainer: Any, rewards: RewardCollector, acting: Acting | None) -> Collector:
+def collector_of(trainer: Any, rewards: RewardCollector, episode_runner: EpisodeRunner | None) -> Collector:
     """Return the collector of a trainer, with the samplers of its settings."""
     args, dynamic = trainer.args, None
-    own: PolicySampler = trainer.vllm_generation if args.use_vllm else transformers_sampler(trainer, args)
-    beside: Sampler | None = process_sampler(trainer, args)
+    policy: PolicySampler = trainer.vllm_generation if args.use_vllm else transformers_sampler(trainer, args)
+    engine: Sampler | None = process_sampler(trainer, args)
     if samples_by_server(args):
         from grpo_ext.rollout.vllm.sampler import ServerSampler  # with vLLM
 
-        beside = ServerSampler(trainer.vllm_generation)
+        engine = ServerSampler(trainer.vllm_generation)
     if args.dynamic_sampling is not None:
         dynamic = DynamicSampler(
             args,
@@ -418,5 +418,5 @@ def collector_of(trainer: Any, rewards: RewardCollector, acting: Acting | None) 
             stateful=bool(trainer.tools) or trainer.environment_factories is not None,
             accelerator=trainer.accelerator,
         )
-    ahead = RolloutsAhead(trainer, beside) if args.rollout_ahead and beside is not None else None
-    return Collector(trainer, own, beside, rewards, acting, ahead, dynamic)
+    ahead = RolloutsAhead(trainer, engine) if args.rollout_ahead and engine is not None else None
+    return Collector(trainer, policy, engine, rewards, episode_runner, ahead, dynamic)

@@ -13,8 +13,8 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
-from grpo_ext.packing.pieces import TokenLimit, in_pieces
 from grpo_ext.packing.policy import PrefixSharing
+from grpo_ext.packing.token_budget import TokenBudget, within_budget
 from support import rewritten, seeing, tiny
 from support.float64 import FLOAT64, float64_throughout
 from support.pure import objective
@@ -73,7 +73,7 @@ def test_a_piece_computes_at_most_the_limit_unless_it_is_one_row(setting, trees)
         sharing.size = replace(sharing.size, body=BODY)
     for seed, most in [(0, 1), (1, 30), (2, 60), (3, 61), (4, 200), (5, 10_000)]:
         batch = ids, mask, completion, parents = ragged(seed, trees=trees)
-        pieces = TokenLimit(most, sharing).cut(*batch)
+        pieces = TokenBudget(most, sharing).cut(*batch)
         assert sorted(torch.cat(pieces).tolist()) == list(range(len(ids)))
         whole = computed(sharing, *batch)
         assert (len(pieces) == 1) == (whole <= most)
@@ -85,7 +85,7 @@ def test_a_piece_computes_at_most_the_limit_unless_it_is_one_row(setting, trees)
             of_rows = None if parents is None else parents[rows, :right]
             part = ids[rows, columns], mask[rows, columns], right, of_rows
             assert len(rows) == 1 or computed(sharing, *part) <= most
-            assert len(TokenLimit(most, sharing).cut(*part)) == 1  # old log-probabilities and the loss cut alike
+            assert len(TokenBudget(most, sharing).cut(*part)) == 1  # old log-probabilities and the loss cut alike
 
 
 @pytest.mark.parametrize("length", [1, 9])
@@ -108,8 +108,8 @@ def test_all_processes_make_the_same_collectives_in_the_same_order(length):
         compute_aux_loss=False,
     )
     with torch.no_grad():
-        in_pieces(
-            TokenLimit(30, sharing, partial(agreed, "limit")), score, torch.ones_like(mask), mask, 10, None, None
+        within_budget(
+            TokenBudget(30, sharing, partial(agreed, "limit")), score, torch.ones_like(mask), mask, 10, None, None
         )
     assert calls == ["limit", *["sharing"] * 4]
 

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_ext.packing.kept import encoded
+from grpo_ext.packing.sampling_support import encoded
 
 
-class KeptLog:
+class SupportLog:
     """Records, step by step, which tokens the logits processors of `generate` left to draw from."""
 
     def __init__(self, rows: int) -> None:
@@ -51,7 +51,7 @@ class DrawLog:
         kept: records the tokens that may be drawn too.
     """
 
-    def __init__(self, kept: KeptLog | None = None) -> None:
+    def __init__(self, kept: SupportLog | None = None) -> None:
         self.kept = kept
         self._drawn: list[Tensor] = []
         self._last: Tensor | None = None
@@ -80,7 +80,7 @@ class Drawn:
 
     logps: list[Tensor] = field(default_factory=list)
     """Log-probabilities [batch, time], if the engine knows them."""
-    log: KeptLog | None = None
+    log: SupportLog | None = None
     """The processor of transformers, if the sets are wanted."""
 
     def kept(self, completions: Sequence[Sequence[int]]) -> list[Int[Tensor, " numbers"]]:

@@ -23,7 +23,7 @@ END = 1
 class Echo:
     """Says each context backwards, with one token of the row's own random numbers; it forgets nothing by itself."""
 
-    together, takes_streams, limit = False, True, 3
+    collective, takes_streams, limit = False, True, 3
 
     def __init__(self):
         self.asked, self.published, self.versions = [], [], frozenset()
@@ -71,7 +71,7 @@ def make(tmp_path):
     def made(beside=None, kind=GRPOExtTrainer, training=True, **settings):
         settings = {"num_generations": 2, "generation_batch_size": 4, "gradient_accumulation_steps": 1} | settings
         one = build(tiny.model(), tmp_path, [first_token], kind=kind, per_device_train_batch_size=4, **settings)
-        one.collector.own, one.collector.beside = Echo(), beside
+        one.collector.policy, one.collector.inference_engine = Echo(), beside
         one.model.train(training)
         return one
 
@@ -93,7 +93,7 @@ def test_a_generation_has_its_rows_completions_and_rewards_in_order(make):
     assert made.logged == {"seen": [0, 1, 2, 3]}
     assert trainer._pending_metrics["numbers"] == [6.0]
     assert [row["number"] for row in made.rows] == [0, 1, 2, 3]
-    assert trainer.collector.own.asked == [(4, [3] * 4, False, {"fields": {}, "group": 2})]
+    assert trainer.collector.policy.asked == [(4, [3] * 4, False, {"fields": {}, "group": 2})]
     assert trainer._metrics["train"]["completions/mean_length"] == [3.5]
     assert trainer._metrics["train"]["completions/clipped_ratio"] == [1.0]
     assert trainer.state.num_input_tokens_seen == 28
@@ -110,7 +110,7 @@ def test_what_samples_beside_the_training_gets_the_weights_of_each_step_once_and
     assert beside.versions == {1}
     drawn = [int(np.random.Generator.integers(attempt.stream(), 9)) for attempt in attempts]
     assert first == again == [[*ids[::-1], last] for ids, last in zip(contexts(), drawn, strict=True)]
-    assert trainer.collector.own.asked == []
+    assert trainer.collector.policy.asked == []
 
 
 def test_an_evaluation_samples_by_the_policy_itself(make):
@@ -118,7 +118,7 @@ def test_an_evaluation_samples_by_the_policy_itself(make):
     trainer = make(beside, training=False)
     trainer.collector.generation(ROWS)
     assert not beside.asked
-    assert len(trainer.collector.own.asked) == 1
+    assert len(trainer.collector.policy.asked) == 1
 
 
 class Longer(GRPOExtTrainer):
@@ -157,12 +157,12 @@ def test_the_turns_of_a_subclass_are_used(make):
     made = trainer.collector.generation(ROWS)
     assert made.generated.completion_ids == [[len(ids), END] for ids in contexts()]
     assert trainer._metrics["train"]["completions/mean_length"] == [2.0]
-    assert trainer.collector.own.asked == []
+    assert trainer.collector.policy.asked == []
 
 
 def test_an_empty_completion_is_the_end_token_whose_probability_is_unknown(make):
     trainer = make()
-    trainer.collector.own.said = lambda contexts, streams: [Sampled([], [], None)] * len(contexts)
+    trainer.collector.policy.said = lambda contexts, streams: [Sampled([], [], None)] * len(contexts)
     made = trainer.collector.generation(ROWS).generated
     assert made.completion_ids == [[END]] * 4
     assert made.logprobs == [[None]] * 4

@@ -12,7 +12,7 @@ from grpo_ext.objective.trajectory import Trajectory, Turn, batch
 from grpo_ext.rollout.rollout_batch import Generated
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.trainer.batches import padded
-from grpo_ext.trainer.diagnosis.places import DEPTHS, FIRST_TURN, LATER_TURNS, by_place, depths, later_turns
+from grpo_ext.trainer.diagnosis.positions import DEPTHS, FIRST_TURN, LATER_TURNS, by_place, depths, later_turns
 from grpo_ext.trainer.diagnosis.rules import diagnose
 from grpo_ext.trainer.loss_terms import Figures, LossFigures
 from support import tiny, trainers

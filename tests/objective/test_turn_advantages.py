@@ -1,4 +1,4 @@
-"""Credit by turn: worked out by hand, and GRPO where only last turns pay."""
+"""Advantages by turn: worked out by hand, and GRPO where only last turns pay."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_ext.objective.estimate import estimate
-from grpo_ext.objective.turn_credit import returns_to_go
+from grpo_ext.objective.turn_advantages import returns_to_go
 from support.pure import objective
 
 NAN = math.nan

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from grpo_ext.rollout.kept_log import encoded_lists
 from grpo_ext.rollout.samplers import Sampled
+from grpo_ext.rollout.support_log import encoded_lists
 
 TIES = 16
 """Tokens beyond top_k that vLLM is asked for: it may keep all that are as likely as the last one."""
