@@ -1,4 +1,4 @@
-"""Writers in a folder of others follow no link and write whole files; only `bounded` opens files to write."""
+"""Writers in a folder of others follow no link and write whole files; only `safe_reading` opens files to write."""
 
 import ast
 import os

@@ -24,7 +24,7 @@ PER_TOKEN = ((ROWS, TIME), (ROWS, 1))
 
 
 class _Refused(Exception):
-    """Carries a problem out of a rehearsal."""
+    """Carries a problem out of the dry run."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))

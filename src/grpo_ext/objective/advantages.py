@@ -11,7 +11,7 @@ An estimator requests further tensors by name, as positional parameters behind `
 - `mask` [groups, completions, time]: the live completion tokens, or None where every completion counts as one token;
 - `kl_rewards` [groups, completions, time]: -beta KL of each token where `kl_placement` is 'reward', else None. An
   estimator that does not request it gets rewards that contain the sum;
-- `turn_rewards`, `turns`, `states`: of trajectories of several turns, as in `turn_credit`.
+- `turn_rewards`, `turns`, `states`: of trajectories of several turns, as in `turn_advantages`.
 
 The keyword-only parameters are the options that a recipe may set by `advantage_kwargs`.
 """

@@ -219,7 +219,7 @@ class Objective:
         """Compute the advantages of a generation batch; column -1 of `history` belongs to the weighted total.
 
         `mask` are the live tokens of its completions, required if `sees_tokens`. `kl` is the KL estimate of each token
-        if `kl_in_reward`; `rewards` are then those of `less_kl`. The tensors of turns, as in `turn_credit`, are
+        if `kl_in_reward`; `rewards` are then those of `less_kl`. The tensors of turns, as in `turn_advantages`, are
         required if `sees_turns`.
 
         Raises:

@@ -26,7 +26,7 @@ class MicroBatch(TypedDict, total=False):
     parents: Tensor
     """Index of the token before each token of the completion, for trajectories with rewritten contexts."""
     kept_tokens: list[Tensor]
-    """The sets that a truncated sampler drew each row's tokens from, as in `kept`."""
+    """The sets that a truncated sampler drew each row's tokens from, as in `sampling_support`."""
     advantages: Tensor
     """[rows] or [rows, time]."""
     num_items_in_batch: Tensor

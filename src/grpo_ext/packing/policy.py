@@ -244,7 +244,7 @@ class PrefixSharing:
         """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time.
 
         `parents` [rows, completion], as in `tree`, of trajectories whose contexts were rewritten; `kept` the sets that
-        each row's tokens were drawn from, as in `packing.kept`.
+        each row's tokens were drawn from, as in `packing.sampling_support`.
         """
         parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}

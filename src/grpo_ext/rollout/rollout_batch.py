@@ -45,7 +45,7 @@ class RolloutBatch:
     """Prompts of the rows as the model gets them, with their images and the first observations of environments."""
     generated: Generated | None = None
     kept: list[Tensor] = field(default_factory=list)
-    """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.kept`."""
+    """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.sampling_support`."""
     images: list[RowImages] = field(default_factory=list)
     """The images of each row, as in `packing.images`; empty where no row has any."""
     played: Sequence[tuple[Trajectory, Any]] = ()

@@ -33,7 +33,7 @@ class SupportLog:
         self._ids.append(ids.int())
 
     def sets(self, completions: Sequence[Sequence[int]]) -> list[Int[Tensor, " numbers"]]:
-        """Return the sets of each completion, as in `packing.kept`."""
+        """Return the sets of each completion, as in `packing.sampling_support`."""
         counts = torch.stack(self._counts, dim=1).cpu()
         rows, ids = torch.cat(self._rows).cpu(), torch.cat(self._ids).cpu()
         by_row = ids[rows.argsort(stable=True)].split(counts.abs().long().sum(dim=1).tolist())

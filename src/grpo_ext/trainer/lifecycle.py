@@ -1,6 +1,6 @@
 """Lifecycle: training that can be stopped at any step, and evaluations that count each row once.
 
-Only the hooks are here and in `saving` and `resuming`. What they do is in `checkpoints`, `nonfinite`, `findings`,
+Only the hooks are here and in `saving` and `resuming`. What they do is in `checkpoints`, `nonfinite`, `nan_report`,
 `evaluating` and `signals`.
 """
 
