@@ -21,7 +21,7 @@ from grpo_ext.errors import ConfigError, SamplerLost, ServerLost
 from grpo_ext.registry import import_path
 from grpo_ext.rewards.calls import in_process
 from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.containment import Contained, for_trl
+from grpo_ext.rewards.containment import Contained, scored_by
 from grpo_ext.rollout.vllm import client as client_module
 from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.generation import Generation
@@ -150,7 +150,7 @@ def test_what_is_imported_or_scores_without_a_limit_is_named_once_it_takes_long(
 def test_a_signal_leaves_a_reward_that_hangs_in_the_main_thread(spoils, monkeypatch):
     """Again, where the function has caught what was to end it."""
     monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.1)
-    before, scores = signal.getsignal(signal.SIGRTMIN), []
+    before = signal.getsignal(signal.SIGRTMIN)
 
     def hangs(completions, **_):
         waiting.shutdown().set()
@@ -161,10 +161,10 @@ def test_a_signal_leaves_a_reward_that_hangs_in_the_main_thread(spoils, monkeypa
                 raise
         time.sleep(SECONDS)
 
-    reward, began = for_trl(hangs, lambda name, found: scores.append(found)), time.monotonic()
-    assert reward(prompts=["b"], completions=["a"]) == [0.0]
+    began = time.monotonic()
+    [scored] = scored_by([Contained(hangs)], {"prompts": ["b"], "completions": ["a"]}, None).values()
     assert time.monotonic() - began < SECONDS / 2
-    assert [found.error for found in scores] == [waiting.SIGNALLED]
+    assert (scored.scores.values, scored.scores.error) == ([0.0], waiting.SIGNALLED)
     assert signal.getsignal(signal.SIGRTMIN) == before
 
 

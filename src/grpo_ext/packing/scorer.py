@@ -172,8 +172,8 @@ class Scorer:
         """Score the last `logits_to_keep` tokens of rows [rows, width]; arguments as TRL's.
 
         `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten; `kept_tokens`
-        the sets that each row's tokens were drawn from, as in `sampling_support`, over which all scores are then normalised;
-        `images` those of each row, as in `images`.
+        the sets that each row's tokens were drawn from, as in `sampling_support`, over which all scores are then
+        normalised; `images` those of each row, as in `images`.
 
         Raises:
             ValueError: rows with any of these or with a limit hold images, or TRL's LM head computes other positions
