@@ -1,7 +1,8 @@
 """Settings that make the sampler draw from another distribution than the model's, and what becomes of the loss.
 
 Where the sampler only leaves tokens out, the loss is normalised over the tokens that it kept
-(`packing.sampling_support`). A run in which these are not known is refused. `loss_defaults: trl` reads the whole vocabulary, as stock TRL does.
+(`packing.sampling_support`). A run in which these are not known is refused. `loss_defaults: trl` reads the whole
+vocabulary, as stock TRL does.
 """
 
 from collections.abc import Iterator, Mapping

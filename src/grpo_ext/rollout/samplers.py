@@ -20,7 +20,7 @@ class Sampled(NamedTuple):
     logps: list[float | None] | None
     """Log-probability of each token under the distribution that it was drawn from; None where it is not known."""
     kept: Tensor | None
-    """Sets that a truncated sampler drew the tokens from, as in `packing.sampling_support`; None: the loss needs none."""
+    """Sets that a truncated sampler drew from, as in `packing.sampling_support`; None where the loss needs none."""
 
 
 class PolicySampler(Protocol):
