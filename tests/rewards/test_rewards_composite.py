@@ -1,5 +1,6 @@
 """What `reward_funcs` accepts, refuses and turns into callables for TRL."""
 
+import asyncio
 import inspect
 import math
 
@@ -57,12 +58,6 @@ def problems_of(*entries, **options):
     specs, problems = parse_rewards(list(entries), **options)
     assert len(specs) < len(entries) or problems[0].field.startswith("reward_weights") or "log name" in str(problems)
     return problems
-
-
-def run(coroutine):
-    with pytest.raises(StopIteration) as stop:
-        coroutine.send(None)
-    return stop.value.value
 
 
 # What is accepted
@@ -247,7 +242,7 @@ def test_async_functions_stay_async(my_rewards, name, value):
     [component] = build(RewardSpec("late", f"{my_rewards}:{name}", kwargs=kwargs))
     assert (get_callable_name(component), is_async_callable(component)) == ("late", name != "plain")
     given = component(prompts=[""], completions=["a"])
-    assert (given if name == "plain" else run(given)) == [value]
+    assert (given if name == "plain" else asyncio.run(given)) == [value]
 
 
 def test_the_recipes_options_win_over_columns_of_the_same_name():

@@ -146,18 +146,18 @@ def test_a_window_that_is_ready_is_not_sampled_again_and_scored_again_only_if_it
 
 
 class Turns(GRPOExtTrainer):
-    """Samples by itself, as a subclass may: TRL's loop then asks for each turn."""
+    """Ends each turn, as a subclass may: TRL's loop then asks for it."""
 
-    def _generate_single_turn(self, prompt_ids, *_):
-        return [[len(ids), END] for ids in prompt_ids], None
+    def _generate_single_turn(self, *given):
+        return [[*ids, END] for ids in super()._generate_single_turn(*given)[0]], None
 
 
 def test_the_turns_of_a_subclass_are_used(make):
     trainer = make(kind=Turns)
     made = trainer.collector.generation(ROWS)
-    assert made.generated.completion_ids == [[len(ids), END] for ids in contexts()]
-    assert trainer._metrics["train"]["completions/mean_length"] == [2.0]
-    assert trainer.collector.policy.asked == []
+    assert made.generated.completion_ids == [[*ids[::-1], END] for ids in contexts()]
+    assert trainer._metrics["train"]["completions/mean_length"] == [4.5]
+    assert trainer._metrics["train"]["completions/clipped_ratio"] == [0.0]
 
 
 def test_an_empty_completion_is_the_end_token_whose_probability_is_unknown(make):
