@@ -59,6 +59,8 @@ def test_what_still_runs_in_such_a_folder_is_ended(temp):
     ]
     other = subprocess.Popen(sleep, cwd=beside, env={"TMPDIR": str(beside)}, start_new_session=True)
     try:
+        while not Path(f"/proc/{there[1].pid}/environ").read_bytes():  # Linux sets it a moment after `Popen` returns
+            time.sleep(0.01)
         remove_stale_folders()
         assert [process.wait(PATIENCE) for process in there] == [-signal.SIGKILL] * 2
         assert other.poll() is None
