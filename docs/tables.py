@@ -373,16 +373,6 @@ def gsm8k_table() -> str:
     return table(("recipe", "step", "right", "tokens", "cut off"), rows)
 
 
-def rates_table() -> str:
-    """Return a table of what an untrained model solves, by task and prompt."""
-    found, rows = json.loads((RESULTS / "task_rates.json").read_text()), []
-    for task, by_prompt in found["tasks"].items():
-        cells = [f"{figures[name]:.2f}" for figures in by_prompt for name in ("pass@1", "pass@8", "cut off")]
-        rows.append((task, *cells, f"{by_prompt[0]['tokens']:.0f}, {by_prompt[1]['tokens']:.0f}"))
-    heads = (f"{prompt}: {name}" for prompt in found["prompts"] for name in ("pass@1", "pass@8", "cut off"))
-    return table(("task and level", *heads, "tokens"), rows)
-
-
 PARTS = {
     "process": "transformers in its own process",
     "judge": "the same, a longer training, a judge of 2 s",
@@ -471,7 +461,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "arms": arms_table,
     "gains": gains_table,
     "gsm8k": gsm8k_table,
-    "rates": rates_table,
 }
 
 

@@ -160,6 +160,15 @@ def test_the_turns_of_a_subclass_are_used(make):
     assert trainer._metrics["train"]["completions/clipped_ratio"] == [0.0]
 
 
+def test_a_completion_that_no_reward_scores_is_shown(make, caplog):
+    trainer = make()
+    trainer.collector.worker.scorers = [scorer := Contained(lambda completions, **_: [1.0, None, 1.0, None])]
+    trainer.collector.rewards.scorers = [scorer]
+    trainer.collector.generation(ROWS)
+    [record] = [record for record in caplog.records if "returned None" in record.message]
+    assert "prompt 'abc:', completion" in record.message
+
+
 def test_an_empty_completion_is_the_end_token_whose_probability_is_unknown(make):
     trainer = make()
     trainer.collector.policy.said = lambda contexts, streams: [Sampled([], [], None)] * len(contexts)

@@ -1,5 +1,6 @@
 """Collects what the reward functions of a generation returned, and checks it on all processes together."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,13 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import TrainerState
 
-from grpo_ext.errors import RewardError, SamplerLost
+from grpo_ext.errors import RewardError, SamplerLost, without_secrets
 from grpo_ext.rewards.containment import Scored, scorer_of
 from grpo_ext.rewards.runtime import Component, Runtime
 from grpo_ext.rollout.rollout_batch import TurnRewards
 from grpo_ext.trainer.nan_report import BadTensor
 from grpo_ext.trainer.nonfinite import NonFiniteGuard
 from grpo_ext.waiting import SIGNALLED
+
+logger = logging.getLogger(__name__)
 
 
 class RewardCollector:
@@ -86,6 +89,7 @@ class RewardCollector:
             SamplerLost: a signal ends the run, and a reward did not end.
             NonFiniteError: a reward returned NaN or inf, and the run is to stop.
         """
+        self._warn_of_unscored(rewards, prompts, completions)
         found, problem = self._nonfinite(rewards, prompts, completions)
         mine = (list(errors), found, problem)
         every = gather_object([mine]) if self.accelerator.num_processes > 1 else [mine]
@@ -95,12 +99,23 @@ class RewardCollector:
             self.guard.rewards(findings, next((problem for _, _, problem in every if problem), ""))
         return rewards.masked_fill(rewards.isinf(), torch.nan)
 
+    def _mine(self, rewards: Tensor, rows: int) -> Tensor:
+        """Return this process's rows of all processes' rewards."""
+        return rewards[self.accelerator.process_index * rows :][:rows].cpu()
+
+    def _warn_of_unscored(self, rewards: Tensor, prompts: Sequence[Any], completions: Sequence[Any]) -> None:
+        """Show this process's first completion that no reward has scored, in TRL's words."""
+        unscored = self._mine(rewards, len(completions)).isnan().all(dim=1)
+        if unscored.any():
+            i = int(unscored.int().argmax())
+            shown = without_secrets([f"prompt {prompts[i]!r:.300}, completion {completions[i]!r:.300}"])[0]
+            logger.warning(f"All reward functions returned None for the following kwargs: {shown}.")
+
     def _nonfinite(
         self, rewards: Tensor, prompts: Sequence[Any], completions: Sequence[Any]
     ) -> tuple[list[dict[str, Any]], str]:
         """Find NaN and inf in this process's rewards; return the findings and why the batch could not be saved."""
-        mine = rewards[self.accelerator.process_index * len(completions) :][: len(completions)].cpu()
-        rows = {}
+        mine, rows = self._mine(rewards, len(completions)), {}
         for i, (name, reward) in enumerate(zip(self.names, self.rewards, strict=True)):
             is_model = isinstance(reward, torch.nn.Module)  # NaN of a function is None
             bad = ~mine[:, i].isfinite() if is_model else mine[:, i].isinf()
