@@ -132,8 +132,8 @@ def test_waits_for_the_same_thing_share_one_line_until_one_of_them_hears_of_it(c
 def test_what_is_imported_or_scores_without_a_limit_is_named_once_it_takes_long(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.1)
     file = tmp_path / "rewards_that_wait.py"
-    slow = "def slow(completions, **_):\n    time.sleep(0.5)\n    return [1.0]\n"
-    file.write_text(f"import time\ntime.sleep(0.5)\n{slow}")
+    slow = "def slow(completions, **_):\n    time.sleep(SECONDS.pop())\n    return [1.0]\n"
+    file.write_text(f"import time\ntime.sleep(0.5)\nSECONDS = [0.1, 0.8]\n{slow}")
     reward = import_path(f"{file}:slow")
     assert import_path(f"{file}:slow") is reward
     spec = RewardSpec("slow", f"{file}:slow", isolate=False)
