@@ -24,7 +24,7 @@ LONG = {
     "generation_kwargs": {"ignore_eos": True},
     "vllm_server_timeout": 1000.0,
 }
-AWAY = 12.0
+AWAY = 36.0
 """Seconds until a server that stays away is given up: more than it takes to join its group on a busy machine."""
 GRACE = 60.0
 JSON = {"Content-Type": "application/json"}
@@ -73,7 +73,7 @@ def test_all_processes_end_when_the_server_stays_away_and_resume_when_it_is_back
     fault = {"faults": {"generation": 2}, "signal": "SIGKILL", "config": LONG | {"vllm_server_timeout": AWAY}}
     _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, **fault)
     assert code != 0
-    assert "did not recover within vllm_server_timeout=12 s" in said
+    assert f"did not recover within vllm_server_timeout={AWAY:g} s" in said
     for rank in (0, 1):
         assert number(tmp_path / f"ended_{rank}") - number(tmp_path / "struck") < AWAY + GRACE
     checkpoint = tmp_path / "out" / "checkpoint-2"
@@ -105,7 +105,7 @@ def test_all_processes_end_when_the_server_beside_their_training_stays_away(serv
     fault = {"faults": {"generation": 1}, "signal": "SIGKILL", "config": AHEAD | {"vllm_server_timeout": AWAY}}
     _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, **fault)
     assert code != 0
-    assert "did not recover within vllm_server_timeout=12 s" in said
+    assert f"did not recover within vllm_server_timeout={AWAY:g} s" in said
     for rank in (0, 1):
         assert number(tmp_path / f"ended_{rank}") - number(tmp_path / "struck") < AWAY + GRACE
 
@@ -118,7 +118,7 @@ def test_a_run_ends_when_its_server_hangs_for_good(served, tied, address, tmp_pa
     finally:
         send_all(server_processes(served.port), signal.SIGCONT)
     assert code != 0
-    assert "did not recover within vllm_server_timeout=12 s" in said
+    assert f"did not recover within vllm_server_timeout={AWAY:g} s" in said
     assert number(tmp_path / "ended_0") - number(tmp_path / "struck") < AWAY + GRACE
     assert (tmp_path / "out" / "checkpoint-1").exists()
 
