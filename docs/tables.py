@@ -373,6 +373,16 @@ def gsm8k_table() -> str:
     return table(("recipe", "step", "right", "tokens", "cut off"), rows)
 
 
+def rates_table() -> str:
+    """Return a table of what an untrained model solves, by task and level."""
+    found = json.loads((RESULTS / "task_rates.json").read_text())
+    rows = (
+        (task, f"{its['pass@1']:.2f}", f"{its['pass@8']:.2f}", f"{its['tokens']:.0f}", f"{its['cut off']:.2f}")
+        for task, its in found.items()
+    )
+    return table(("task and level", "pass@1", "pass@8", "tokens", "cut off"), rows)
+
+
 PARTS = {
     "process": "transformers in its own process",
     "judge": "the same, a longer training, a judge of 2 s",
@@ -461,6 +471,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "arms": arms_table,
     "gains": gains_table,
     "gsm8k": gsm8k_table,
+    "rates": rates_table,
 }
 
 
