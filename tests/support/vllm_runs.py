@@ -95,6 +95,12 @@ class Server:
             time.sleep(0.5)
         raise AssertionError(self.log.read_text()[-5000:])
 
+    def compile(self) -> None:
+        """Have it compile its kernels, which on a busy machine takes longer than a short limit allows."""
+        name = requests.get(f"{self.url}/v1/models", timeout=PATIENCE).json()["data"][0]["id"]
+        asked = {"model": name, "prompt": [[3, 4, 5]] * 16, "max_tokens": 16}
+        requests.post(f"{self.url}/v1/completions", json=asked, timeout=PATIENCE)
+
     def engine_processes_alive(self) -> list[str]:
         """Command lines of what still belongs to this server."""
         port = str(self.port)

@@ -24,7 +24,7 @@ LONG = {
     "generation_kwargs": {"ignore_eos": True},
     "vllm_server_timeout": 1000.0,
 }
-AWAY = 36.0
+AWAY = 60.0
 """Seconds until a server that stays away is given up: more than it takes to join its group on a busy machine."""
 GRACE = 60.0
 JSON = {"Content-Type": "application/json"}
@@ -70,6 +70,7 @@ def test_a_run_outlives_the_death_of_its_server(served, tied, address, tmp_path)
 
 def test_all_processes_end_when_the_server_stays_away_and_resume_when_it_is_back(served, tied, address, tmp_path):
     served.wait()
+    served.compile()
     fault = {"faults": {"generation": 2}, "signal": "SIGKILL", "config": LONG | {"vllm_server_timeout": AWAY}}
     _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, **fault)
     assert code != 0
@@ -102,6 +103,7 @@ def test_a_server_that_dies_beside_the_training_gets_weights_and_requests_again(
 
 def test_all_processes_end_when_the_server_beside_their_training_stays_away(served, tied, address, tmp_path):
     served.wait()
+    served.compile()
     fault = {"faults": {"generation": 1}, "signal": "SIGKILL", "config": AHEAD | {"vllm_server_timeout": AWAY}}
     _, said, code = train(tmp_path, "server", tied, launch=DDP, check=False, **address, **fault)
     assert code != 0
@@ -112,6 +114,7 @@ def test_all_processes_end_when_the_server_beside_their_training_stays_away(serv
 
 def test_a_run_ends_when_its_server_hangs_for_good(served, tied, address, tmp_path):
     served.wait()
+    served.compile()
     fault = {"faults": {"push": 1}, "signal": "SIGSTOP", "config": LONG | {"vllm_server_timeout": AWAY}}
     try:
         _, said, code = train(tmp_path, "server", tied, check=False, **address, **fault)
