@@ -71,7 +71,7 @@ def test_windows_has_no_reward_workers(monkeypatch):
 
 def test_apples_gpu_is_not_refused(monkeypatch):
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
-    GRPOExtConfig(report_to="none", bf16=False)
+    assert not GRPOExtConfig(report_to="none", bf16=False).use_cpu
 
 
 class Wide(TorchDispatchMode):

@@ -169,6 +169,18 @@ def test_a_completion_that_no_reward_scores_is_shown(make, caplog):
     assert "prompt 'abc:', completion" in record.message
 
 
+def test_the_turns_of_a_subclass_are_used_of_what_was_sampled_ahead(make):
+    beside = Beside()
+    trainer = make(beside, Turns)
+    found = RolloutBatch(
+        [], generated=Generated([[9]] * 4, [[5], [6], [7], [8]], None, [], [[-1.0]] * 4, {}, None, [])
+    )
+    trainer.collector.ahead = SimpleNamespace(taking=lambda rows: nullcontext(), finished=lambda _: found, age=2)
+    made = trainer.collector.generation(ROWS)
+    assert made.generated.completion_ids == [[5, END], [6, END], [7, END], [8, END]]
+    assert (beside.asked, beside.published) == ([], [])
+
+
 def test_an_empty_completion_is_the_end_token_whose_probability_is_unknown(make):
     trainer = make()
     trainer.collector.policy.said = lambda contexts, streams: [Sampled([], [], None)] * len(contexts)

@@ -259,6 +259,8 @@ class Collector:
         if has_tool_images:
             raise ConfigError([images_of_tools()])
         found = self._current or RolloutBatch([])
+        if (made := found.generated) is not None:  # ahead of training
+            return [list(ids) for ids in made.completion_ids], made.logprobs
         request = self._request(found, [], contexts, fields, group)
         completion_ids, logprobs, found.kept = self.worker.sampled(request)
         return completion_ids, logprobs

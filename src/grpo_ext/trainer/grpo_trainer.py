@@ -572,16 +572,6 @@ class GRPOExtTrainer(Lifecycle):
         additive = additive and not self.aux_loss_enabled
         return self.sharing.possible and self.args.exact_denominators and additive
 
-    def check_reference(self) -> None:
-        """Compare the reference with the policy before training, later with itself at the start; collective.
-
-        Raises:
-            ConfigError: they differ, or made-up rows cannot be scored.
-        """
-        if self.beta:
-            begins = self.state.global_step == 0
-            self._reference_check(self._unwrapped, self.model, self.ref_model or self.model, begins=begins)
-
     def _made_up_logps(self, model: nn.Module) -> Tensor:
         """Return log-probabilities of made-up rows, by TRL's forward and without dropout; collective.
 

@@ -14,7 +14,6 @@ from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.trainer import in_flight
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.checkpoints import state
-from grpo_ext.trainer.reference import ReferenceCheck
 from grpo_ext.trainer.saving import Saving
 from grpo_ext.trainer.signals import naming_checkpoint
 
@@ -27,7 +26,6 @@ class Resuming(Saving):
     """`Saving` that restores what its checkpoints hold."""
 
     _buffered_inputs: Any
-    _reference_check: ReferenceCheck
 
     def _get_train_sampler(self, *args: object, **kwargs: object) -> Any:
         self._train_sampler = super()._get_train_sampler(*args, **kwargs)

@@ -32,7 +32,7 @@ from grpo_ext.trainer.checkpoints.manifest import MANIFEST
 from grpo_ext.trainer.checkpoints.processes import agreed
 from grpo_ext.trainer.nan_report import check_weights
 from grpo_ext.trainer.nonfinite import NonFiniteGuard
-from grpo_ext.trainer.reference import InitialWeights
+from grpo_ext.trainer.reference import InitialWeights, ReferenceCheck
 
 
 class Saving(GRPOTrainer):
@@ -60,6 +60,7 @@ class Saving(GRPOTrainer):
     """Those of an adapter, which are its reference."""
     _metrics: dict[str, defaultdict[str, list[float]]]
     _record: Mapping[str, Any] | None = None
+    _reference_check: ReferenceCheck
     _resumed: state.Resumed | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,12 +68,14 @@ class Saving(GRPOTrainer):
         self._writer = writing.Writer(saves=self.args.should_save)
 
     def check_reference(self) -> None:
-        """Compare the reference with what it was at the start, if there is one.
+        """Compare the reference with the policy before training, later with itself at the start; collective.
 
         Raises:
-            ConfigError: it has moved.
+            ConfigError: they differ, or made-up rows cannot be scored.
         """
-        raise NotImplementedError
+        if self.beta:
+            policy, begins = self.accelerator.unwrap_model(self.model), self.state.global_step == 0
+            self._reference_check(policy, self.model, self.ref_model or self.model, begins=begins)
 
     # What the next step depends on.
 
