@@ -51,9 +51,7 @@ class Log:
         Raises:
             RuntimeError: there are no completions.
         """
-        lengths = [
-            len(ids) if made.tool_mask is None else sum(made.tool_mask[i]) for i, ids in enumerate(made.completion_ids)
-        ]
+        lengths = [*map(len, made.completion_ids)] if made.tool_mask is None else [*map(sum, made.tool_mask)]
         cut = [ids[-1] not in ends for ids in made.completion_ids]
         local = torch.tensor([[*map(len, made.prompt_ids)], lengths, cut], device=self.accelerator.device).T
         prompts, completions, is_cut = self.accelerator.gather(local.contiguous()).unbind(dim=1)
