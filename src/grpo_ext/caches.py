@@ -33,7 +33,7 @@ def writable(folder: Path, mode: int = 0o777) -> bool:
 def use_writable_caches() -> None:
     """Name folders that can be written to the libraries of this process, if those in the home folder cannot be.
 
-    What a user has named by an environment variable stays, and so does a folder of models that only can be read.
+    A folder that an environment variable names stays, and so does a folder of models that can only be read.
     """
     usual = usual_cache()
     if writable(usual) or (folder := temporary_cache()) is None:

@@ -13,7 +13,7 @@ HEADER = struct.Struct("<Q")
 
 
 class FrameError(EOFError):
-    """The other end wrote something that is not an answer; nothing after it can be read."""
+    """The other end wrote something that is not an answer; what follows cannot be read."""
 
 
 def frame(body: bytes) -> bytes:

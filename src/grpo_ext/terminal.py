@@ -16,7 +16,7 @@ _UNSAFE = re.compile(
 )
 """Controls but newline and tab, bidi marks, invisible characters, surrogates; not the joiners of letters and emoji."""
 _OWN = re.compile(r"(\A\r|\A(?:\x1b\[A)+\Z|\x1b\[[0-9;]*m)")
-"""What a terminal gets as it is: a progress bar's moves, colours."""
+"""Passed to a terminal as it is: a progress bar's moves, colours."""
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""One way to wait for another process: a limit, a line when nothing happens, and an end at once on a signal."""
+"""One way to wait for another process: a limit, a line after some silence, and an end at once on a signal."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Other:
-    """What is known of something that a run waits for, by all the waits of its threads.
+    """Facts about something that a run waits for, known by all the waits of its threads.
 
     Attributes:
         longest: seconds of the longest silence that a line has told of.
@@ -95,7 +95,7 @@ def ended_by(event: Shutdown) -> Iterator[None]:
 SIGNALLED = "not waited for, since a signal ends the run"
 POLL_SECONDS = 0.5
 SILENT_SECONDS, MOST_SILENT_SECONDS = 8.0, 30.0
-"""After which a line says what is waited for: the first time, and at most."""
+"""After which a line names what is waited for: the first time, and at most."""
 GRACE_SECONDS = 5.0
 """For which a run that a signal ends still waits for rewards and environments: what was sampled would be lost."""
 
@@ -128,7 +128,7 @@ class Wait:
         grace: seconds for which it goes on after a signal.
 
     Attributes:
-        silent: seconds without progress after which a line says what is waited for.
+        silent: seconds without progress after which a line names what is waited for.
         since: time of the last progress, by `time.monotonic`.
     """
 

@@ -2,8 +2,8 @@
 
 This file is also a script, `python -I -S warden.py LIFELINE COMMAND...`, which imports little and starts at once. The
 command runs until it ends, or until the other end of the socket LIFELINE is closed, as it is when its owner is killed.
-What its descendants leave behind becomes the warden's child (Linux) and is killed; then the warden ends as the command
-did. It sends `ENDED` last: an owner that does not receive it knows that something may still run.
+Processes that its descendants leave behind become the warden's children (Linux) and are killed; then the warden ends
+as the command did. It sends `ENDED` last: an owner that does not receive it knows that something may still run.
 """
 
 import ctypes

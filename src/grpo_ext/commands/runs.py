@@ -1,6 +1,6 @@
 """The model that `try`, `merge` and `sample` are given: a run, a checkpoint or any model, with its prompt format.
 
-The folder may be a stranger's. What its files say is data: whether its code may run is decided on the command line.
+The folder may be a stranger's. Its files are data: whether its code may run is decided on the command line.
 """
 
 from collections.abc import Iterator, Mapping

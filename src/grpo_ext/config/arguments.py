@@ -254,7 +254,7 @@ class GRPOExtArguments(GRPOConfig):
 
     @property
     def sampler_rules(self) -> tuple[SamplerRule, ...]:
-        """`sampler_correction`, settled; empty where nothing corrects the sampler."""
+        """`sampler_correction`, settled; empty without a correction of the sampler."""
         if not self.vllm_importance_sampling_correction or self.old_logps == "sampler":
             return ()
         if (mode := self.trl_sampler_mode) is not None:

@@ -42,7 +42,7 @@ def _tensor_parallel(config: "GRPOExtArguments") -> Iterator[Problem]:
 
 
 ENGINE_RULES: "tuple[Rule, ...]" = (_parallelism, _launched, _tensor_parallel)
-"""Refusals of engines that split one row over processes, each of which would count it as its own."""
+"""Refusals of engines that split one row over processes, where each would count it as its own."""
 
 
 def check_started(distributed_type: str, reference: bool, model: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""The rules of fields that hold a mapping: it is one, and none of its keys undoes what the loss counts on."""
+"""The rules of fields that hold a mapping: it is one, and no key in it undoes what the loss counts on."""
 
 import dataclasses
 import typing

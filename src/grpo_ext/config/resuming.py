@@ -26,7 +26,7 @@ class Request:
     asked: str
     """`never`, or the absolute path of a checkpoint."""
     step: int
-    """What `output_dir` holds up to this step stays, the rest is moved aside; -1: nothing stays."""
+    """What `output_dir` holds up to this step stays, the rest is moved aside; -1: all is moved."""
 
     @property
     def afresh(self) -> bool:

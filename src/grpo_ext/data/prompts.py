@@ -33,7 +33,7 @@ _NEVER = 2.0
 
 
 class _Fault(NamedTuple):
-    """What is wrong with a prompt; `fatal` and `least`: shares of such prompts for a problem, and for a warning."""
+    """A fault of a prompt; `fatal` and `least`: shares of such prompts for a problem, and for a warning."""
 
     reason: str
     cure: str

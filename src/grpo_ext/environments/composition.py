@@ -184,7 +184,7 @@ def _parse_entry(place: str, entry: str | type | FunctionType | Mapping[str, Any
 
 
 def _secret_problems(place: str, entry: Mapping[str, Any], target: type | None) -> Iterator[Problem]:
-    """Yield what `secrets` and `isolate` may not say."""
+    """Yield values that `secrets` and `isolate` may not have."""
     names = entry.get("secrets") or ()
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         yield Problem(f"{place}.secrets", ABSENT, "not a list of names", "Write [MY_API_KEY].")

@@ -137,7 +137,7 @@ class ForkServer:
         return ours
 
     def output(self, number: int, most: int) -> str:
-        """Return the end of what the programs of a process have printed so far."""
+        """Return the end of the output of a process's programs so far."""
         printed = [read_end(Path(self._child.folder, str(number), name), most) for name in OUTPUTS]
         return "\n--- test ---\n".join(filter(None, printed))
 

@@ -26,7 +26,7 @@ _OF_AN_ATTEMPT = 4
 _LARGEST = 2**26
 """Most bytes of an answer."""
 _OUTPUT = 2000
-"""Bytes of what each program of an agent has printed that are kept."""
+"""Bytes of the output of each program of an agent that are kept."""
 GRACE = 5.0
 """Seconds by which the deadline is extended for an answer that has begun to arrive."""
 SLOW = "Raise turn_timeout, or load slow imports and data once for all attempts in a class method preload."
@@ -137,7 +137,7 @@ class Connection:
         return Answer({}, reason, now - self.asked)
 
     def output(self) -> str:
-        """Return the end of what an agent's programs have printed, with the place of secrets taken by ***."""
+        """Return the end of the output of an agent's programs, with the place of secrets taken by ***."""
         return "" if self.server is None else redacted_text(self.server.output(self.number, _OUTPUT))
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class Attempts:
         renderer: renders contexts.
         parse: parses samples.
         limits: limits of each attempt.
-        waiting: context in which the loop waits for environments while nothing is sampled.
+        waiting: context in which the loop waits for environments while no turn is sampled.
         tools: whether agents may give the model tools.
     """
 
@@ -134,7 +134,7 @@ class Attempts:
             self._answered.append((attempt, answer))
 
     def _take_answers(self) -> None:
-        """Handle the answers that have come; wait for the first if there is nothing else to do."""
+        """Handle the answers that have come; wait for the first if there is no other work."""
         waited = self._wait()
         own = [] if self.engine.descriptor is None else [self.engine.descriptor]
         descriptors = [*own, *self.agents.descriptors]

@@ -142,7 +142,7 @@ class Renderer:
         """Raise CannotRender unless the template renders the text of every message of `news` after `before`.
 
         Marks stand in for the texts: a template may trim or escape a text, but not a mark, and no mark is there by
-        chance. Messages without text have nothing to lose.
+        chance. Messages without text cannot lose any.
         """
         marks = {number: f"observation{number}mark7c1f" for number, message in enumerate(news) if _has_text(message)}
         marked = [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(news)]

@@ -48,7 +48,7 @@ def k2(log_ref_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"
 def k3(log_ref_ratio: Float[Tensor, " batch #time"]) -> Float[Tensor, " batch #time"]:
     """exp(d) - d - 1 >= 0, by expm1; gradient 1 - exp(d), the forward KL's in expectation. arXiv:2402.03300.
 
-    d is cut at +20 before exp; below, where the pull towards the reference is 1, nothing can overflow.
+    d is cut at +20 before exp; below, where the pull towards the reference is 1, exp cannot overflow.
     """
     d = log_ref_ratio.clamp(max=LOG_RATIO_BOUND)
     return torch.expm1(d) - d

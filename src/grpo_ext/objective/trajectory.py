@@ -88,7 +88,7 @@ class Trajectory:
     branches: str = ""
     """Conversations of an agent that `messages` does not have, as text: sub-agents, what it took back."""
     output: str = ""
-    """The end of what an agent's program has printed, for people."""
+    """The end of the output of an agent's program, for people."""
     status: int | None = None
     """The exit status of an agent's program."""
 
@@ -119,7 +119,7 @@ class Trajectory:
 
 
 def of_agents(made: Sequence[Trajectory]) -> dict[str, list[str]]:
-    """Return what only agents have: conversations besides the last one, and the end of what their programs print."""
+    """Return what only agents have: conversations besides the last one, and the end of their programs' output."""
     return {BRANCHES: [one.branches for one in made], OUTPUT: [one.output for one in made]}
 
 

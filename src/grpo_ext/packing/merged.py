@@ -51,7 +51,7 @@ def _added(band: Band, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
 def calls_of(segments: Segments, window: int | None) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     """Return the calls over a token's own segment, in exactly one of which it is a query, and those over ancestors.
 
-    A call over a window leaves out queries that see none of its keys, and keys that none of its queries see.
+    A call over a window leaves out queries without a key that they see, and keys that no query sees.
     """
     if window is None or segments.longest <= window:
         own = tuple(Call(run.where, run.where, causal=True) for run in segments.runs)

@@ -166,7 +166,7 @@ class PrefixSharing:
         """Compare the two forwards once on a few tokens; if they differ, share no prompts.
 
         They may differ by rounding: by `NOISES` times the change of the plain forward of `base` when all positions are
-        shifted, which only changes the rounding of a model with relative positions. Where that changes nothing, as
+        shifted, which only changes the rounding of a model with relative positions. Where that does not matter, as
         without positions, the embeddings are rounded differently. Windows are narrowed for both, so that the few
         tokens exceed them.
 

@@ -5,7 +5,7 @@ token is drawn, and the mean importance ratio over draws is 1 for any policy. De
 
 A completion's sets are one tensor of whole numbers, so that batches, checkpoints and dumps hold them as they are:
 the number of tokens, a count for each, and the ids of all. A positive count is that of kept ids; of a larger set the
-ids that were left out are stored, with a negative count. 0: nothing was left out.
+ids that were left out are stored, with a negative count. 0: no token was left out.
 """
 
 from collections.abc import Sequence

@@ -96,7 +96,7 @@ class Scorer:
             with way.of(base, completion, self.temperature):
                 return self.trl(model, ids, mask, completion, **seen)[0][mask[:, -completion:].bool()]
 
-        # on some CPUs bitsandbytes packs its weights once more in evaluation, not all of which it can
+        # on some CPUs bitsandbytes packs its weights once more in evaluation, and cannot pack all
         still = nullcontext() if getattr(base, "is_quantized", False) else in_evaluation(model)
         try:
             with self.forward_only(), still, entered_alike(moved or nullcontext()):

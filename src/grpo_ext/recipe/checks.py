@@ -1,4 +1,4 @@
-"""Rules between the parts of a recipe (model, data, rewards, training), and warnings of what is probably not meant."""
+"""Rules between the parts of a recipe (model, data, rewards, training), and warnings of probable mistakes."""
 
 import dataclasses
 import sys

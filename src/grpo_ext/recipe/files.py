@@ -183,7 +183,7 @@ _OPEN = {
     "flow mapping": "Close the { with a }.",
     "quoted scalar": "Close the quotes.",
 }
-"""What has begun in a line and does not end, as YAML calls it."""
+"""Constructs that do not end in their line, as YAML calls them."""
 
 
 def _told(error: yaml.MarkedYAMLError) -> tuple[str, str]:

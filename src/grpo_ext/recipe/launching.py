@@ -124,7 +124,7 @@ _SPLIT: dict[int, tuple[str, ...]] = {
     2: ("gradients", "Adam"),
     3: ("weights", "gradients", "Adam", "reference"),
 }
-"""By stage of ZeRO, parts of a process's memory of which it has only its share."""
+"""By stage of ZeRO, the parts of memory that are shared out among processes."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Engine:
 
     Args:
         name: empty for plain data parallelism, or one process.
-        split: parts of a process's memory of which it has only its share.
+        split: parts of memory that are shared out among processes.
         hosted: those of them that are kept in main memory.
     """
 
@@ -173,7 +173,7 @@ def engine_of(launch: Launch) -> Engine:
 
 
 def _of_deepspeed_file(path: Path) -> dict[str, Any]:
-    """Return the keys of accelerate for what a configuration of DeepSpeed says; none if it cannot be read."""
+    """Return the keys of accelerate for a configuration of DeepSpeed; none if it cannot be read."""
     try:
         zero = read_json(path)["zero_optimization"]
         hosts = {part: (zero.get(f"offload_{part}") or {}).get("device") for part in ("optimizer", "param")}

@@ -83,7 +83,7 @@ def _read(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
 
 
 def _without_recipe(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems of a command line that names no recipe, in place of all that a recipe would say."""
+    """Return the problems of a command line that names no recipe, in place of all those of a recipe."""
     cure = f"Write --config RECIPE: a file of yours, or a packaged one. {LISTED}"
     rest = [p for p in problems if p.field not in ("model_name_or_path", "dataset_name", "reward_funcs")]
     return [Problem("--config", ABSENT, "no recipe is named", cure), *rest]

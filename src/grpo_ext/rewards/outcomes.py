@@ -37,7 +37,7 @@ class Scores:
     misshapen: bool = False
     """Whether a call did not return one value per completion."""
     as_a_whole: bool = False
-    """Whether a call on several completions failed, so that none of them has a score."""
+    """Whether a call on several completions failed, so that all are without a score."""
     rescored: int = 0
     """Completions that were scored one by one."""
     cause: str = ""

@@ -18,7 +18,7 @@ class RewardTraits:
     """Whether the score of a completion depends only on that completion and its row, not on the rest of the batch nor
     on earlier calls. Such a batch may be split over workers, and scored one by one after a call that fails."""
     column_or_option: tuple[str, str] | None = None
-    """A column, and the option that stands for it: without both it scores nothing."""
+    """A column, and the option that stands for it: without both it cannot score."""
 
 
 rewards: Registry[Reward] = Registry("reward", RewardTraits)

@@ -27,7 +27,7 @@ _EMPTY_LATEX = re.compile(
     r"|(?:text|math|boxed|mbox)\w*(?=\s*\{[^\w{}]*\}))|[{}$~]"
 )
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
-"""Characters of other categories that show nothing: fillers, joiners, the empty Braille cell."""
+"""Invisible characters of other categories: fillers, joiners, the empty Braille cell."""
 
 
 def has_content(text: str) -> bool:

@@ -143,7 +143,7 @@ class NoRows(Nothing):
         super().__init__()
 
     def take(self, *_: object) -> None:
-        """Keep nothing."""
+        """Keep no tokens."""
 
 
 _ROWS: dict[type, Callable[[Any, Tensor], RoomyLayer | RowStates | NoRows]] = {

@@ -94,7 +94,7 @@ class Advantages:
 
     Attributes:
         group_means: group means of past batches, which some estimators read.
-        monitor: warns where nothing has an advantage.
+        monitor: warns where all advantages are 0.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ class RolloutsAhead:
         With it the weights of windows that are still to be sampled, or whose silent groups may be replaced.
 
         Args:
-            waits: False where a run ends early, by a signal say: what is not there by now is sampled by these weights
+            waits: False where a run ends early, as by a signal: what is not there by now is sampled by these weights
                 when it resumes. A server has no older weights, so there it waits.
             replaces: whether this process keeps the weights by which silent groups are replaced.
         """

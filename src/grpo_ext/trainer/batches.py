@@ -43,7 +43,7 @@ def padded(
         pad: token that pads.
         multiple: width is a multiple of it.
         device: of the tensors.
-        ends: tokens one of which ends a completion that trains; None: all train.
+        ends: tokens that end a completion which trains; None: all train.
         trajectories: of the rows, where they have some, whose contexts may have been rewritten.
     """
 

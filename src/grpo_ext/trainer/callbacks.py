@@ -56,7 +56,7 @@ class Progress(TrainerCallback):
             self.write(f"step {state.global_step}/{state.max_steps}   done after {after}{more}")
 
     def sampled(self, seconds: float) -> None:
-        """Print that a rollout is over, if nothing was printed for a while."""
+        """Print that a rollout is over, if the last line is some seconds old."""
         if time.monotonic() - self._written > _QUIET:
             self._written = time.monotonic()
             self.write(f"completions sampled in {clock(seconds)}; now the update")

@@ -212,7 +212,7 @@ class EpisodeRunner:
         return found
 
     def note_losses(self, records: Sequence["Record"]) -> None:
-        """Count generations of training in a row of which every attempt was lost.
+        """Count generations of training in a row that lost every attempt.
 
         Raises:
             AttemptsFailed: PATIENCE of them, on all processes.
@@ -241,7 +241,7 @@ class Record(NamedTuple):
     reward: float | None
     status: int | None
     output: str
-    """The end of what its program has printed, if it ended with another status than 0."""
+    """The end of its program's output, if it ended with another status than 0."""
     took: Mapping[str, float]
 
 

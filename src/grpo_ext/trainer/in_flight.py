@@ -74,7 +74,7 @@ def _load(file: Path | io.BytesIO) -> dict:
 def to_be_kept(finished: RolloutBatch) -> RolloutBatch | None:
     """Return what a checkpoint keeps of completions: not the scores if one of them failed, or cannot be read back.
 
-    None if it can keep nothing: rewards may log any object, and environments return any.
+    None if it cannot keep them: rewards may log any object, and environments return any.
     """
     failed = any(scored.scores.error for scored in finished.scored.values())
     finished = replace(finished, rows=[], attempts=(), prompts=[])  # a run that resumes draws them again

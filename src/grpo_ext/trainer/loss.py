@@ -1,6 +1,6 @@
 """The loss of a micro-batch: scores, columns and denominators in; its share of the step's loss, and figures, out.
 
-`Loss` reads no trainer and changes nothing. What a step does with a `LossOutput` is the trainer's.
+`Loss` is a function: it reads no trainer and has no state. What a step does with a `LossOutput` is the trainer's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from grpo_ext.trainer.loss_terms import LossFigures, high_entropy_mask, loss_fig
 
 
 class Moment(NamedTuple):
-    """What of a run the loss of some rows depends on beside their columns."""
+    """Facts of a run on which the loss of some rows depends, beside their columns."""
 
     training: bool
     accumulation: float

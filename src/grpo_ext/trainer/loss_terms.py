@@ -25,7 +25,7 @@ or two scalars, a mean and its weight."""
 
 
 class LossFigures(NamedTuple):
-    """What the loss of some rows has for the log."""
+    """Figures of the loss of some rows, for the log."""
 
     means: Means
     regions: Regions | None
@@ -33,7 +33,7 @@ class LossFigures(NamedTuple):
     mask: Tensor
     """Live tokens [batch, time]."""
     log_weights: Mapping[str, tuple[Tensor, Tensor]]
-    """By name, log-weights [batch] of which the effective sample size is a figure, and those that count."""
+    """By name, log-weights [batch] whose effective sample size is a figure, and those that count."""
     entropy: Float[Tensor, "2"] | None = None
     """Sum and count of the entropies in the bonus, where there is one."""
     aux_loss: Float[Tensor, ""] | None = None

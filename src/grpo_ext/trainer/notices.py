@@ -1,4 +1,4 @@
-"""Notices of libraries about what other libraries call: they ask nothing of the user."""
+"""Notices of libraries about what other libraries call: the user need not act."""
 
 import logging
 import warnings

@@ -18,7 +18,7 @@ _CURE = (
 
 
 def replacements(trainer: type, model: object) -> Iterator[str]:
-    """Yield the names of what unsloth has replaced: the classes of TRL, methods of its trainer, forwards of the model.
+    """Yield the names that unsloth has replaced: the classes of TRL, methods of its trainer, forwards of the model.
 
     Args:
         trainer: the class that is about to be constructed.

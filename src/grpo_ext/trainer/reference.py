@@ -51,7 +51,7 @@ class InitialWeights:
 
 @contextmanager
 def moved(model: nn.Module) -> Iterator[None]:
-    """Move the trained weights a little for some forwards: a new adapter, mostly of zeros, computes nothing yet."""
+    """Move the trained weights a little for some forwards: a new adapter, mostly of zeros, does not act yet."""
     weights = {name: _kept(parameter) for name, parameter in _trained(model).items()}
     for weight in map(local, weights.values()):
         generator = torch.Generator(weight.device).manual_seed(0)
@@ -173,7 +173,7 @@ class ReferenceCheck:
 
 
 def compare(logps: Tensor, expected: Tensor, found: str, *, model: Any, half: bool) -> None:
-    """Compare log-probabilities with what they should be; `found` says what is wrong where they differ.
+    """Compare log-probabilities with what they should be; `found` names the fault where they differ.
 
     Raises:
         ConfigError: they differ by more than rounding explains, in half precision if `half`.

@@ -269,7 +269,7 @@ class BackgroundWorker:
         return replace(made, scored=scored, seconds=made.seconds + time.monotonic() - began)
 
     def submit(self, asked: Asked, made: RolloutBatch | None = None) -> Submitted:
-        """Queue a request, or only the scoring of what was `made` of it."""
+        """Queue a request, or only the scoring of completions that were `made` before."""
         completed = self._completing.submit(asked.request) if made is None else done(made).completed
         return Submitted(completed, self._scoring.submit((asked, completed)))
 

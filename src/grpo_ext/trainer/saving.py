@@ -86,7 +86,7 @@ class Saving(GRPOTrainer):
 
     @property
     def _split(self) -> list[int]:
-        """What a state can be restored to: as many processes with as many rows and micro-batches."""
+        """A state is restored where this is the same: processes, rows and micro-batches."""
         args = self.args
         sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, int(args.steps_per_generation or 1)
         return [self.accelerator.num_processes, *sizes, self.num_iterations]

@@ -197,7 +197,7 @@ def policy(model: Model) -> Model:
 def reference_from(model: Model, args: GRPOExtConfig, peft_config: object) -> AbstractContextManager[None]:
     """Make TRL copy the reference from a policy given as an instance; it would load it from disk by name.
 
-    Of an adapter it makes none: `add_adapter` would run the adapter's initialisation again, on the policy's base.
+    It makes none of an adapter: `add_adapter` would run the adapter's initialisation again, on the policy's base.
     """
     if isinstance(model, PeftModel):
         return temporarily(args, beta=0.0)
@@ -297,7 +297,7 @@ def check_reward_names(names: list[str]) -> None:
 
 
 def check_best_metric(args: GRPOExtConfig, eval_dataset: object, names: Sequence[str]) -> None:
-    """Refuse a `metric_for_best_model` that none of several evaluation sets has.
+    """Refuse a `metric_for_best_model` that is missing in all of several evaluation sets.
 
     Raises:
         ConfigError: it is one.

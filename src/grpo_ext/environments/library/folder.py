@@ -1,4 +1,4 @@
-"""The folder of an attempt, in which a program may have put links and pipes: nothing here follows or waits for one."""
+"""The folder of an attempt, where a program may put links and pipes: no function here follows or waits for one."""
 
 import os
 import shutil

@@ -53,7 +53,7 @@ class Python:
             code: The whole program; it prints what you want to know.
 
         Returns:
-            What it printed, and its error if it failed.
+            Its output, and its error if it failed.
         """
         outcome = sandbox.run(
             code, limits=self._limits, min_protection=self._protection, packages=self._packages

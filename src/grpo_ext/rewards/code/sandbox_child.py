@@ -96,8 +96,8 @@ def _die_with_parent() -> None:
 def _enter_namespaces(job: dict[str, Any]) -> None:
     """Enter new namespaces. Return only in the grandchild, an unprivileged process that becomes the program.
 
-    Of the three processes, our parent knows the first. Its child is the first process of the new PID namespace: when
-    it ends, the kernel kills all others there. The grandchild is the program.
+    There are three processes, and our parent knows the first. Its child is the first process of the new PID
+    namespace: when it ends, the kernel kills all others there. The grandchild is the program.
     """
     root = os.geteuid() == 0
     try:

@@ -1,4 +1,4 @@
-"""Rewards to compare with: a lenient judge, which no layout can fail, and a control, from which nothing is learned."""
+"""Rewards to compare with: a lenient judge, which no layout can fail, and a control, which teaches no task."""
 
 import hashlib
 import re

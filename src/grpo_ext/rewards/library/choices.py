@@ -36,7 +36,7 @@ def choice(text: str, choices: str = "ABCDE") -> str | None:
 
     Read is a mark, as `math_marks.find` has it (`<answer>`, \boxed{}, "answer is B", in many languages), or else a
     text or a last line that is nothing but the option, or a last sentence such as "So B is correct." or "I choose B."
-    A mark is read whole: `B`, `(B)`, `Option B`, or `B) its text`. Several options and denials choose nothing.
+    A mark is read whole: `B`, `(B)`, `Option B`, or `B) its text`. Several options and denials choose no option.
     """
     options = frozenset(choices.upper())
     found = find(answer_part(text))

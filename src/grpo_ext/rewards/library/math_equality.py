@@ -127,7 +127,7 @@ def _parse(formula: str) -> Any:
 
 
 def _same(gold: Any, answer: Any) -> bool:
-    """Return math-verify's verdict, by stricter rules for numbers and for equations, of which it solves both sides."""
+    """Return math-verify's verdict, by stricter rules for numbers and for equations, both sides of which it solves."""
     import sympy
     from math_verify import verify
 

@@ -93,7 +93,7 @@ def read(span: str, question: str = "") -> MathValue | None:
 
 
 def stated(text: str, question: str = "") -> MathValue | None:
-    """Return the value of an unmarked text: the whole of it, or what its last sentence says.
+    """Return the value of an unmarked text: the whole of it, or of its last sentence.
 
     There a percent sign is meant where the question speaks of percent; else 18% is 18/100.
     """

@@ -31,7 +31,7 @@ _EVALUATES = re.compile(
     r"\b(?:eval|exec|literal_eval|parse_expr|sympify|Fraction|__import__|import_module)\("
     r"|\b(?:magiccube|perform_moves|pickle|subprocess)\b"
 )
-"""In the source of a verifier: what executes a text, or computes what it says however long that takes."""
+"""In the source of a verifier: what executes a text, or computes it however long that takes."""
 
 
 @rewards.register("reasoning_gym", independent=True)

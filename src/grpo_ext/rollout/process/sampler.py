@@ -27,7 +27,7 @@ from grpo_ext.waiting import Wait, WaitedInVain, shutdown
 logger = logging.getLogger(__name__)
 
 STARTING_SECONDS = 60.0
-"""Seconds that a new process may need for its imports and its model before a line says so."""
+"""Seconds that a new process may need for its imports and its model before a line is logged."""
 _PROGRAM = "from grpo_ext.rollout.process.child import main; main()"
 
 

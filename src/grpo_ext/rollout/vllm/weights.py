@@ -47,7 +47,7 @@ class Rounding:
 
     @property
     def share(self) -> float:
-        """Norm of the loss by the norm of the update: 0 if the sampler gets all of it, 1 if it gets nothing."""
+        """Norm of the loss by the norm of the update: 0 if the sampler gets all of it, 1 if it gets none of it."""
         return float(self.lost / self.update) ** 0.5 if self.update else 0.0
 
 

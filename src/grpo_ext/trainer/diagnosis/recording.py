@@ -351,7 +351,7 @@ class Watching(TrainerCallback):
 def _chosen(model: nn.Module) -> list[_Place]:
     """Return trained parameters with a part on this process, and the place of the sampled values in that part."""
     trained = [p for p in model.parameters() if p.requires_grad and local(p).numel()]
-    count = min(TENSORS, len(trained))  # with the first and the last: of adapters both factors, one of which rests
+    count = min(TENSORS, len(trained))  # with the first and the last: of adapters both factors, since one rests
     places = [round(i * (len(trained) - 1) / max(1, count - 1)) for i in range(count)]
     return [(trained[place], local(trained[place]).numel() // 2) for place in places]
 

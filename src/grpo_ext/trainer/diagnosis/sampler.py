@@ -184,7 +184,7 @@ def precision(history: History) -> str:
 def loses(third: str, other: str) -> Evidence:
     """Evidence: a third of the completions, by length, has lost a quarter of its weight beside another, in each log.
 
-    Lengths differ in noise too, so a smaller loss says nothing.
+    Lengths differ in noise too, so a smaller loss is no evidence.
     """
     names = f"sampling/kept_{third}", f"sampling/kept_{other}"
 
