@@ -61,6 +61,7 @@ from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
+    Prepared,
     Reward,
     RolloutFunc,
     Rows,
@@ -88,6 +89,7 @@ class GRPOExtTrainer(Lifecycle):
     _paper = {}  # noqa: RUF012 (TRL's own declaration; the card names the loss's source)
     _buffered_inputs: Any
     _entropy_window_stats: Any
+    episode_runner: EpisodeRunner | None = None
     router_aux_loss_coef: Any
     vllm_generation: Any
 
@@ -151,7 +153,7 @@ class GRPOExtTrainer(Lifecycle):
             rollouts=rollouts,
         )
         model, args = ready.model, ready.args
-        self.objective, self.episode_runner = args.objective, None
+        self.objective = args.objective
         accept_numbered_cpu()
         reference = reference_from(model, args, peft_config)
         with reference, with_our_generation(args), without_notices():
@@ -171,7 +173,30 @@ class GRPOExtTrainer(Lifecycle):
                 rollout_func,
                 environment_factory,
             )
-        # the model may be known by its name only
+        played = bool(ready.environments or any(rollouts.values()))
+        self._check_inputs(ready, played=played, looked_at=isinstance(train_dataset, Checked))
+        make_portable(self.model)
+        if args.fp16:
+            widen_trained(self.model)
+        self._set_up_reference()
+        self._set_up_rollouts(ready, reward_memory_gib)
+        self._set_up_forward()
+        self._add_callbacks()
+        self._set_up_loss()
+        self._describe_objective()
+
+    def _check_inputs(self, ready: Prepared, *, played: bool, looked_at: bool) -> None:
+        """Check what is known once the model is loaded: its kind, its processor, and the data as it reads them.
+
+        Args:
+            ready: the arguments.
+            played: whether something else than the policy alone makes rollouts.
+            looked_at: whether a recipe has looked at the prompts.
+
+        Raises:
+            ConfigError: the model or the data do not fit the settings.
+        """
+        args, main = ready.args, self.accelerator.is_main_process
         found = *quantized_problems(args, self.model, None), *adapter_problems(args, adds_tokens(self.model))
         found += tuple(model_problems(args, cast(Any, self.model)))
         if found:
@@ -179,23 +204,21 @@ class GRPOExtTrainer(Lifecycle):
         check_reward_names(self.reward_func_names)
         check_best_metric(args, ready.eval_dataset, self.reward_func_names)
         check_processor(self.processing_class, ready.train_dataset, ready.eval_dataset)
-        played = bool(ready.environments or any(rollouts.values()))
-        options, main = as_mapping(self.chat_template_kwargs), self.accelerator.is_main_process
-        if not isinstance(train_dataset, Checked):
+        options = as_mapping(self.chat_template_kwargs)
+        if not looked_at:
             given = self._tokenizer, options, self.reward_funcs, ready.train_dataset, ready.eval_dataset
             check_prompts(*given, played=played, warns=main)
         known = None if played else ready.train_dataset
         longest = partial(longest_row, self._tokenizer, options, known, int(args.max_completion_length or 0))
         policies = [causal_lm(self.accelerator.unwrap_model(m)) for m in (self.model, self.ref_model) if m is not None]
         fix_lengths(policies, args, longest, adapter=isinstance(self.model, PeftModel), warns=main)
-        make_portable(self.model)
-        if args.fp16:
-            widen_trained(self.model)
-        self._set_up_reference()
+
+    def _set_up_rollouts(self, ready: Prepared, memory_gib: float) -> None:
+        """Make what plays, samples and scores, and what corrects the loss for another sampler than the policy."""
         if ready.environments:
             # a copy: the background may play while TRL tokenizes
             tokenizer = copy.deepcopy(self._tokenizer)
-            self.episode_runner = EpisodeRunner(ready.environments, tokenizer, reward_memory_gib, sampling_of(args))
+            self.episode_runner = EpisodeRunner(ready.environments, tokenizer, memory_gib, sampling_of(ready.args))
         rewards = RewardCollector(self.reward_funcs, self.reward_func_names, self._guard, self.accelerator)
         self.reward_runtime = rewards.runtime
         self.opened = template_opens(self._tokenizer, as_mapping(self.chat_template_kwargs))
@@ -203,18 +226,17 @@ class GRPOExtTrainer(Lifecycle):
             self.reward_runtime.opened = self.opened
         self.collector = collector_of(self, rewards, self.episode_runner)
         self._set_up_sampler()
-        self._set_up_forward()
-        self._add_callbacks()
-        self._log = Log(
-            self._metrics, self._logs, self._pending_metrics, lambda: self.model.training, self.accelerator
-        )
+
+    def _set_up_loss(self) -> None:
+        """Make the loss, the advantages, and what logs both."""
+        args, training = self.args, lambda: self.model.training
+        self._log = Log(self._metrics, self._logs, self._pending_metrics, training, self.accelerator)
         as_stock, names = args.loss_defaults == "trl", self.reward_func_names
         self._advantages = Advantages(self.objective, self.accelerator, self._log, names, as_stock=as_stock)
         aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         self._loss = Loss(self.objective, args, self.accelerator, aux_loss_coef)
         self._entropy_coef = EntropyCoefficient(self, args)
         self._figures, self._generation = Figures(), Generation()
-        self._describe_objective()
 
     def _set_up_reference(self) -> None:
         """Keep the weights that an adapter begins with, which are its reference, and what checks any reference."""
