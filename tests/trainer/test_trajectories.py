@@ -141,11 +141,11 @@ def test_dynamic_sampling_keeps_per_turn_rewards_with_their_rows(model, tmp_path
     checked = []
     tokens = trainer._advantages.tokens
 
-    def spy(collected, mask, group, kl=None):
+    def spy(collected, seen_tokens, group):
         for row, (earned,) in zip(collected.trajectories, collected.turn_rewards, strict=True):
             assert seen[id(row)] == (row, earned)
             checked.append(any(earned))
-        return tokens(collected, mask, group, kl)
+        return tokens(collected, seen_tokens, group)
 
     monkeypatch.setattr(trainer._advantages, "tokens", spy)
     trainer.train()

@@ -14,7 +14,7 @@ from grpo_ext.objective.aggregation import aggregations, step_totals
 from grpo_ext.objective.credit import mixes_tokens
 from grpo_ext.objective.estimate import BrokenRule
 from grpo_ext.objective.kl import kl_estimators
-from grpo_ext.objective.objective import ESTIMATOR_INPUTS, KL_INPUTS, TENSORS, Objective
+from grpo_ext.objective.objective import ESTIMATOR_INPUTS, FORWARD_INPUTS, KL_INPUTS, TENSORS, Objective
 from grpo_ext.objective.options import asked_for, bind
 from grpo_ext.registry import did_you_mean
 
@@ -132,7 +132,9 @@ def _advantages(objective: Objective, group: int, *, unscored: bool = False) -> 
     rewards[0, 0] = rewards[1, 1:] = 1.0
     if unscored:
         rewards[:, -1] = torch.nan
-    tokens = {"mask": torch.ones(2, group, TIME, dtype=torch.long)} if objective.sees_tokens else {}
+    if "columns" in objective.estimator_inputs:  # the rows are not known here
+        return None
+    tokens = _token_inputs(objective, group) if objective.sees_tokens else {}
     if objective.sees_turns:
         tokens |= {name: torch.zeros(2, group, n, dtype=torch.long) for name, n in (("turns", TIME), ("states", 1))}
         tokens["turn_rewards"] = torch.zeros(2, group, 1, 1, dtype=torch.float64)
@@ -149,6 +151,15 @@ def _advantages(objective: Objective, group: int, *, unscored: bool = False) -> 
             return None
 
     return _called(_Function("advantage_estimator", objective.advantage), estimated)
+
+
+def _token_inputs(objective: Objective, group: int) -> dict[str, Tensor]:
+    """Return what the estimator sees of tokens, for two groups."""
+    shape = (2, group, TIME)
+    tokens = {"mask": torch.ones(shape, dtype=torch.long), "completion_ids": torch.arange(TIME).expand(shape)}
+    named = (*FORWARD_INPUTS, "sampling_per_token_logps")
+    tokens |= {name: torch.full(shape, 0.5 if name == "entropies" else -1.0, dtype=torch.float64) for name in named}
+    return {name: values for name, values in tokens.items() if name in {"mask", *objective.estimator_inputs}}
 
 
 def _loss(objective: Objective, config: GRPOExtArguments) -> None:

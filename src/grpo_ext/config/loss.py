@@ -188,6 +188,12 @@ LOSS_RULES: tuple[Rule, ...] = (
         "it would weigh a completion's KL by its length",
         "Set loss_aggregation: seq-mean-token-mean.",
     ),
+    Conflict(
+        "advantage_estimator:objective.advantage beta",
+        lambda c: c.beta == 0.0 and "ref_per_token_logps" in c.objective.estimator_inputs,
+        "it asks for ref_per_token_logps, and without a KL term there is no reference",
+        "Set beta > 0.",
+    ),
     Conflict.of("kl_estimator !beta", "beta=0 means no KL term", "Set beta > 0 or remove it."),
     Conflict.of("kl_placement !beta", "beta=0 means no KL term", "Set beta > 0 or remove it."),
     Conflict(

@@ -8,7 +8,13 @@ An estimator requests further tensors by name, as positional parameters behind `
 
 - `history`: the group means of the `window` - 1 generation batches before (NaN where unscorable), or None;
 - `log_metric(name, value)`: logs a metric;
-- `mask` [groups, completions, time]: the live completion tokens, or None where every completion counts as one token;
+- `mask`, or `completion_mask`, [groups, completions, time]: the live completion tokens, or None where every completion
+  counts as one token;
+- `completion_ids` [groups, completions, time]: the tokens, whatever lies under the mask;
+- `per_token_logps`, `entropies` [groups, completions, time]: of the policy, before it trains on the generation;
+- `old_per_token_logps`: those in the denominator of the ratio; `sampling_per_token_logps`: the sampler's, NaN where it
+  has none; `ref_per_token_logps`: the reference's;
+- `columns`: by name of the dataset's column, a list with the value of each group's row;
 - `kl_rewards` [groups, completions, time]: -beta KL of each token where `kl_placement` is 'reward', else None. An
   estimator that does not request it gets rewards that contain the sum;
 - `turn_rewards`, `turns`, `states`: of trajectories of several turns, as in `turn_advantages`.
@@ -37,6 +43,10 @@ class EstimatorTraits:
     """True if it is defined for rewards in [0, 1] only."""
     group_baseline: bool = True
     """True if rewards are compared within their group, so that a group of equal rewards has no signal."""
+    sums_to_zero: bool = False
+    """True if the advantages of a group sum to 0."""
+    per_token: bool = False
+    """True if it returns an advantage for each token."""
     outnumbered: str | None = None
     """The option that a group must hold more completions than."""
     trl: bool = False
@@ -113,25 +123,25 @@ def _in_unit_interval(rewards: Rewards, estimator: str, cure: str) -> Rewards:
     return rewards.clamp(0, 1)
 
 
-@estimators.register("group", trl=True)
+@estimators.register("group", sums_to_zero=True, trl=True)
 def group(rewards: Rewards, *, ddof: Ddof = 1, eps: NotNegative = 1e-4) -> Rewards:
     r"""(r - mean) / (std + eps) within the group. GRPO, arXiv:2402.03300 (no paper fixes ddof)."""
     return _centred(rewards) / (_std(rewards, ddof, dim=-1)[:, None] + eps)
 
 
-@estimators.register("none", trl=True)
+@estimators.register("none", sums_to_zero=True, trl=True)
 def none(rewards: Rewards) -> Rewards:
     r"""r - mean of the group: no division, hence no bias towards too easy or too hard prompts. arXiv:2503.20783."""
     return _centred(rewards)
 
 
-@estimators.register("batch", trl=True)
+@estimators.register("batch", sums_to_zero=True, trl=True)
 def batch(rewards: Rewards, *, ddof: Ddof = 1, eps: NotNegative = 1e-4) -> Rewards:
     r"""(r - group mean) / (std of all raw rewards of the generation batch + eps). PPO Lite, arXiv:2508.08221."""
     return _centred(rewards) / (_std(rewards, ddof) + eps)
 
 
-@estimators.register("loo")
+@estimators.register("loo", sums_to_zero=True)
 def leave_one_out(rewards: Rewards) -> Rewards:
     r"""r_i - mean of the others = G/(G-1) (r_i - mean). RLOO, arXiv:2402.14740."""
     g = (~rewards.isnan()).sum(dim=-1, keepdim=True).to(rewards.dtype)
@@ -180,7 +190,7 @@ def _whitened(returns: Tensor, mask: Mask | None, ddof: int, floor: float) -> Te
     return (returns - counted.mean()) / _std(counted, ddof).clamp(min=floor)
 
 
-@estimators.register("maxrl", unit_rewards=True)
+@estimators.register("maxrl", sums_to_zero=True, unit_rewards=True)
 def maxrl(rewards: Rewards, *, eps: NotNegative = 1e-6) -> Rewards:
     r"""(r - mean) / (mean + eps) for rewards in [0, 1]. MaxRL, arXiv:2602.02710.
 
@@ -242,7 +252,7 @@ def _unit_rewards(
     return unit, means
 
 
-@estimators.register("beta", unit_rewards=True)
+@estimators.register("beta", sums_to_zero=True, unit_rewards=True)
 def beta(
     rewards: Rewards,
     history: PastGroupMeans | None = None,

@@ -23,7 +23,10 @@ TENSORS = ("log_ratio", "advantages", "per_token_logps", "old_per_token_logps", 
 """Tensors that a surrogate, its clip regions and its metrics may request."""
 KL_INPUTS = ("log_ref_ratio", "log_ratio", "mask")
 TURN_INPUTS = ("turn_rewards", "turns", "states")
-ESTIMATOR_INPUTS = ("history", "log_metric", "mask", "kl_rewards", *TURN_INPUTS)
+FORWARD_INPUTS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logps", "entropies")
+"""What an estimator sees of a forward."""
+TOKEN_INPUTS = ("mask", "completion_mask", "completion_ids", "sampling_per_token_logps", *FORWARD_INPUTS)
+ESTIMATOR_INPUTS = ("history", "log_metric", "kl_rewards", *TURN_INPUTS, *TOKEN_INPUTS, "columns")
 
 
 @dataclass(frozen=True)
@@ -123,19 +126,24 @@ class Objective:
     def remembered_batches(self) -> int:
         """Number of earlier generation batches whose group means the estimator uses."""
         function = estimators[self.advantage]
-        if "history" not in asked_for(function):
+        if "history" not in self.estimator_inputs:
             return 0
         return ({"window": 1} | option_defaults(function) | dict(self.advantage_kwargs))["window"] - 1
 
     @property
+    def estimator_inputs(self) -> frozenset[str]:
+        """Names of what the estimator requests beside rewards."""
+        return frozenset(asked_for(estimators[self.advantage])[1:])
+
+    @property
     def sees_tokens(self) -> bool:
-        """True if advantages depend on which tokens are live, or on their KL."""
-        return self.kl_in_reward or self.sees_turns or "mask" in asked_for(estimators[self.advantage])
+        """True if advantages depend on which tokens are live, or on what is known of them."""
+        return self.kl_in_reward or self.sees_turns or not self.estimator_inputs.isdisjoint(TOKEN_INPUTS)
 
     @property
     def sees_turns(self) -> bool:
         """True if advantages depend on the rewards of a trajectory's turns."""
-        return not {*TURN_INPUTS}.isdisjoint(asked_for(estimators[self.advantage]))
+        return not self.estimator_inputs.isdisjoint(TURN_INPUTS)
 
     def log_ratio(
         self, log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"]
@@ -215,25 +223,26 @@ class Objective:
         turn_rewards: Float[Tensor, "groups completions functions turns"] | None = None,
         turns: Int[Tensor, "groups completions time"] | None = None,
         states: Int[Tensor, "groups completions turns"] | None = None,
+        **more: Any,
     ) -> Float[Tensor, "groups completions"] | Float[Tensor, "groups completions time"]:
         """Compute the advantages of a generation batch; column -1 of `history` belongs to the weighted total.
 
         `mask` are the live tokens of its completions, required if `sees_tokens`. `kl` is the KL estimate of each token
         if `kl_in_reward`; `rewards` are then those of `less_kl`. The tensors of turns, as in `turn_advantages`, are
-        required if `sees_turns`.
+        required if `sees_turns`. `more` are the other `estimator_inputs` by name.
 
         Raises:
             ValueError: the estimator is not defined for these rewards, or breaks a rule of all estimators.
         """
-        offered = {"log_metric": log_metric, "mask": mask, "turns": turns, "states": states}
+        offered = {"log_metric": log_metric, "mask": mask, "completion_mask": mask, "turns": turns, "states": states}
         offered |= {"kl_rewards": None if kl is None else -self.beta * kl}
 
         def estimated(values: Rewards, column: int) -> Tensor:
             of_turns = None if turn_rewards is None else turn_rewards[..., column, :]
             if turn_rewards is not None and column < 0:
                 of_turns = weighted_turns(turn_rewards, rewards, weights, missing=self.missing_rewards)
-            more = {"history": None if history is None else history[:, column], "turn_rewards": of_turns}
-            return estimate(self.advantage, values, offered | more, **self.advantage_kwargs)
+            of_column = {"history": None if history is None else history[:, column], "turn_rewards": of_turns}
+            return estimate(self.advantage, values, offered | of_column | more, **self.advantage_kwargs)
 
         combine = combinations[self.combination]
         kwargs = {"missing": self.missing_rewards} if "missing" in option_defaults(combine) else {}
@@ -252,7 +261,7 @@ class Objective:
         like a completion that was not scored it stays out of its group's statistics.
         """
         total = weighted_total(rewards, weights, missing=self.missing_rewards)
-        if "kl_rewards" not in asked_for(estimators[self.advantage]):
+        if "kl_rewards" not in self.estimator_inputs:
             total = total - self.beta * kl.sum(dim=-1)
         return torch.where(mask.any(dim=-1), total, math.nan)[..., None]
 

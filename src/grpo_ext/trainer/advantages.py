@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -17,7 +18,7 @@ from trl.trainer.utils import nanstd
 
 from grpo_ext.objective.advantages import LogMetric, estimators, extremes, group_means, zero_variance
 from grpo_ext.objective.combinations import weighted_total, weighted_turns
-from grpo_ext.objective.objective import Objective
+from grpo_ext.objective.objective import FORWARD_INPUTS, Objective
 from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.rewards.protocol import RIGHT, deciding_reward
 from grpo_ext.rollout.rollout_batch import RolloutBatch, TurnRewards
@@ -106,16 +107,16 @@ class Advantages:
         self.monitor = AdvantageMonitor(names, warns=accelerator.is_main_process)
 
     def assign(
-        self, rollouts: RolloutBatch, weights: Tensor, mask: Tensor, group: int, kl: Tensor | None
+        self, rollouts: RolloutBatch, weights: Tensor, seen: Mapping[str, Tensor], group: int
     ) -> AssignedAdvantages:
         """Return the advantages of all processes' completions; in training they join what the next ones depend on.
 
         Args:
             rollouts: a generation, with the rewards of all processes.
             weights: of the reward functions.
-            mask: live tokens [rows, time] of this process.
+            seen: [rows, time] of this process by name: `mask`, the live tokens; `kl`, the estimates to lower the
+                rewards by, where the penalty is in them; what else the estimator requests.
             group: completions of a prompt.
-            kl: estimates [rows, time] to lower the rewards by, where the penalty is in them.
         """
         assert rollouts.rewards is not None
         training, trl = self.log.mode == "train", TRLAdvantages.of(rollouts.rewards, weights, group, self.objective)
@@ -125,7 +126,7 @@ class Advantages:
         if self.stock:
             credited = AssignedAdvantages(trl.advantages.view(-1, group), total, zero_variance(total))
         else:
-            tokens = self.tokens(rollouts, mask, group, kl) if self.objective.sees_tokens else {}
+            tokens = self.tokens(rollouts, seen, group)
             # an evaluation's figures would count the rows that fill up its last batch
             log_metric = self.log.add if training else _ignore
             values = self._estimated(rewards, wide, total, tokens, log_metric, remember=training)
@@ -139,20 +140,29 @@ class Advantages:
     def silent_groups(self, rollouts: RolloutBatch, weights: Tensor, group: int) -> Bool[Tensor, " groups"]:
         """Return the groups of all processes in which no completion would have an advantage."""
         assert rollouts.rewards is not None
-        rewards, tokens = self._grouped(rollouts.rewards, group), {}
-        if self.objective.sees_tokens:
-            tokens = self.tokens(rollouts, token_mask(rollouts), group)
+        rewards, weights = self._grouped(rollouts.rewards, group), weights.double()
+        if not self.objective.estimator_inputs.isdisjoint(FORWARD_INPUTS):  # not computed yet
+            return zero_variance(self._total(rewards, weights))
+        tokens = self.tokens(rollouts, {"mask": token_mask(rollouts)}, group)
         history = self.group_means.concatenated()
-        return _silent(self.objective.advantages(rewards, weights.double(), history, _ignore, **tokens))
+        return _silent(self.objective.advantages(rewards, weights, history, _ignore, **tokens))
 
-    def tokens(
-        self, rollouts: RolloutBatch, mask: Tensor, group: int, kl: Tensor | None = None
-    ) -> dict[str, Float[Tensor, "groups completions *more"]]:
-        """Return what the estimator sees of all processes' tokens: `mask`, `kl` and, of trajectories, their turns."""
-        tokens = {"mask": mask} | ({} if kl is None else {"kl": kl})
+    def tokens(self, rollouts: RolloutBatch, seen: Mapping[str, Tensor], group: int) -> dict[str, Any]:
+        """Return what the estimator sees of all processes: of tokens, of the turns of trajectories, of rows."""
+        if "columns" in self.objective.estimator_inputs:
+            columns = {"columns": columns_of_groups(rollouts.rows, group, self.accelerator.num_processes)}
+        else:
+            columns = {}
+        if not self.objective.sees_tokens:
+            return columns
+        tokens, width = {**seen}, seen["mask"].shape[1]
+        if "completion_ids" in self.objective.estimator_inputs and "completion_ids" not in seen:
+            assert rollouts.generated is not None
+            ids = [torch.tensor(row) for row in rollouts.generated.completion_ids]
+            tokens["completion_ids"] = pad_sequence(ids, batch_first=True)
         if (trajectories := rollouts.trajectories) and self.objective.sees_turns:
-            tokens |= turn_tensors(trajectories, rollouts.turn_rewards, mask.shape[1])
-        return _gathered(tokens, group, self.accelerator)
+            tokens |= turn_tensors(trajectories, rollouts.turn_rewards, width)
+        return columns | _gathered(tokens, group, self.accelerator)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later advantages and warnings depend on, for a checkpoint."""
@@ -175,7 +185,7 @@ class Advantages:
         rewards: Tensor,
         weights: Tensor,
         total: Tensor,
-        tokens: dict[str, Tensor],
+        tokens: dict[str, Any],
         log_metric: LogMetric,
         *,
         remember: bool,
@@ -208,6 +218,13 @@ def _silent(advantages: Float[Tensor, "groups completions *time"]) -> Bool[Tenso
 
 def _ignore(name: str, value: float) -> None:
     """Log no figure."""
+
+
+def columns_of_groups(rows: Sequence[Mapping[str, Any]], group: int, processes: int) -> dict[str, list[Any]]:
+    """Return the columns of all processes' rows, one value for each group; images are left out."""
+    told = [{name: value for name, value in row.items() if name not in ("image", "images")} for row in rows]
+    every = gather_object(told) if processes > 1 else told
+    return {name: [row[name] for row in every[::group]] for name in every[0]}
 
 
 def token_mask(rollouts: RolloutBatch) -> Tensor:

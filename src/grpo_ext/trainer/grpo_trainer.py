@@ -331,15 +331,17 @@ class GRPOExtTrainer(Lifecycle):
             self.check_reference()
         rollouts = self.collector.generation(inputs)
         batch = self._padded(rollouts)
-        policy = self._logps(self.model, batch) if self._sampler_corrected else None
+        policy, entropies = self._policy_before_training(batch)
         if self.beta:
             batch["ref_per_token_logps"] = self._reference_logps(batch)
         if self._evaluated is not None and rollouts.rewards is not None:
             rank, mask = self.accelerator.process_index, batch["completion_mask"]
             batch["completion_mask"] = self._evaluated.mask_fillers(mask, rollouts.rewards, rank)
-        self._compare_sampler(batch, policy, mode)
-        credited = self._assigned_advantages(rollouts, batch, policy, mode)
-        if policy is not None:  # behind the advantages, whose baselines are of all completions, also of rejected ones
+        self._compare_sampler(batch, policy if self._sampler_corrected else None, mode)
+        seen = self._seen_by_estimator(batch, policy, entropies)
+        credited = self._assigned_advantages(rollouts, batch, seen, mode)
+        if self._sampler_corrected:  # behind the advantages: baselines are of all completions, also of rejected ones
+            assert policy is not None
             batch |= self._correction(batch, policy, mode)
         played = self.episode_runner is not None and self.log_completions
         prompts = [t.opening for t in rollouts.trajectories] if played else map(described, rollouts.prompts)
@@ -361,13 +363,12 @@ class GRPOExtTrainer(Lifecycle):
         return batch | rollouts.lists
 
     def _assigned_advantages(
-        self, rollouts: RolloutBatch, batch: dict[str, Any], policy: Tensor | None, mode: str
+        self, rollouts: RolloutBatch, batch: dict[str, Any], seen: Mapping[str, Tensor], mode: str
     ) -> AssignedAdvantages:
         """Add the advantages of this process's rows, and their records, to the columns of a generation."""
-        device, rank, mask = self.accelerator.device, self.accelerator.process_index, live_mask(batch)
+        device, rank = self.accelerator.device, self.accelerator.process_index
         group = self.num_generations if mode == "train" else self.num_generations_eval
-        kl = self._reward_kl(batch, policy, mask) if self.objective.kl_in_reward else None
-        credited = self._advantages.assign(rollouts, self.reward_weights, mask, group, kl)
+        credited = self._advantages.assign(rollouts, self.reward_weights, seen, group)
         batch["advantages"] = credited.local(rank, *batch["completion_ids"].shape).to(device)
         if mode == "train":
             assert rollouts.rewards is not None
@@ -377,11 +378,38 @@ class GRPOExtTrainer(Lifecycle):
             self._evaluated.add_silent(credited.silent, group)
         return credited
 
+    def _policy_before_training(self, batch: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the policy's log-probabilities of a generation and entropies, where something asks for them."""
+        asked = self.objective.estimator_inputs & {"per_token_logps", "old_per_token_logps", "entropies"}
+        if not (self._sampler_corrected or self.objective.kl_in_reward or asked):
+            return None, None
+        return self._logps(self.model, batch, entropy="entropies" in asked)
+
+    def _seen_by_estimator(
+        self, batch: Mapping[str, Any], policy: Tensor | None, entropies: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return what the estimator sees of this process's tokens, [rows, time]."""
+        mask, asked = live_mask(batch), self.objective.estimator_inputs
+        sampler = batch.get("sampling_per_token_logps", batch.get(DRAWN, torch.full(mask.shape, torch.nan)))
+        offered = {
+            "completion_ids": batch["completion_ids"],
+            "per_token_logps": policy,
+            "entropies": entropies,
+            "ref_per_token_logps": batch.get("ref_per_token_logps"),
+            "sampling_per_token_logps": sampler,
+        }
+        if policy is not None and "old_per_token_logps" in asked:
+            offered["old_per_token_logps"] = self._loss.denominators(policy, batch)
+        seen = {name: values for name, values in offered.items() if name in asked and values is not None}
+        if self.objective.kl_in_reward:
+            assert policy is not None
+            seen["kl"] = self._reward_kl(batch, policy, mask)
+        return {"mask": mask} | seen
+
     @torch.no_grad()
-    def _reward_kl(self, batch: Mapping[str, Any], policy: Tensor | None, mask: Tensor) -> Tensor:
+    def _reward_kl(self, batch: Mapping[str, Any], policy: Tensor, mask: Tensor) -> Tensor:
         """Return the KL estimate of each token of this process's completions, to lower the rewards by; log it."""
-        logps = self._logps(self.model, batch) if policy is None else policy
-        log_ref_ratio = masked(batch["ref_per_token_logps"] - logps, mask)
+        log_ref_ratio = masked(batch["ref_per_token_logps"] - policy, mask)
         per_token = self.objective.kl_penalty({"log_ref_ratio": log_ref_ratio, "mask": mask})
         by_row = torch.stack([per_token.sum(dim=1), mask.any(dim=1)], dim=1)
         total, known = self.accelerator.gather(by_row).cpu().double().sum(dim=0).tolist()
@@ -412,13 +440,15 @@ class GRPOExtTrainer(Lifecycle):
     def _reference_logps(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the reference's log-probabilities of a generation."""
         with nullcontext() if self._initial is None else self._initial.replacing(self._unwrapped):
-            return self._logps(self.ref_model or self.model, batch)
+            return self._logps(self.ref_model or self.model, batch)[0]
 
-    def _logps(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def _logps(self, model: nn.Module, batch: Mapping[str, Any], *, entropy: bool = False) -> tuple[Tensor, Any]:
+        """Return log-probabilities of a generation's tokens, and their entropies where asked for."""
         score, training = self._get_per_token_logps_and_entropies, self.model.training
         rows = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
         with forward_only(self.model, self.args):
-            return self._scorer.micro_batch(score, model, cast(MicroBatch, batch), entropy=False, batch_size=rows)[0]
+            scores = self._scorer.micro_batch(score, model, cast(MicroBatch, batch), entropy=entropy, batch_size=rows)
+        return scores[0], scores[1]
 
     @property
     def _sampler_corrected(self) -> bool:

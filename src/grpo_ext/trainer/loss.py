@@ -111,13 +111,19 @@ class Loss:
 
     def _with_samplers_old(self, logps: Tensor, inputs: MicroBatch, live: Tensor | None) -> MicroBatch:
         """Return rows whose old log-probabilities are the sampler's, where it has them, if so configured."""
-        args = self.args
-        if args.old_logps == "recomputed" or not args.samples_otherwise or "sampling_per_token_logps" not in inputs:
+        old = inputs.get("old_per_token_logps", logps.detach())
+        sampler = self.denominators(old, inputs)
+        if sampler is old:
             return inputs
-        sampler = inputs["sampling_per_token_logps"].to(logps.dtype)
-        known = ~sampler.isnan() if live is None else ~sampler.isnan() & live[:, None]
-        old = torch.where(known, sampler, inputs.get("old_per_token_logps", logps.detach()))
-        return {**inputs, "old_per_token_logps": old}
+        return {**inputs, "old_per_token_logps": sampler if live is None else torch.where(live[:, None], sampler, old)}
+
+    def denominators(self, old: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """Return the log-probabilities in the ratio's denominator: `old`, or the sampler's where it has them."""
+        args = self.args
+        if args.old_logps == "recomputed" or not args.samples_otherwise or "sampling_per_token_logps" not in batch:
+            return old
+        sampler = batch["sampling_per_token_logps"].to(old.dtype)
+        return torch.where(sampler.isnan(), old, sampler)
 
     def _factors(
         self, tensors: Mapping[str, Any], inputs: MicroBatch, entropy_mask: Tensor | None, at: Moment
