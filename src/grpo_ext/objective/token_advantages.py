@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_ext.objective.advantages import Mask, Rewards, _centred, _std, estimators, none, only_signal
+from grpo_ext.objective.advantages import LogMetric, Mask, Rewards, _centred, _std, estimators, none, only_signal
 from grpo_ext.objective.options import NotNegative, Within
 
 Tokens = Float[Tensor, "groups completions time"]
@@ -25,6 +25,7 @@ def gtpo(
     mask: Mask,
     completion_ids: Ids,
     entropies: Tokens,
+    log_metric: LogMetric | None = None,
     *,
     conflict_weight: NotNegative = 2.0,
     entropy_coef: NotNegative = 0.1,
@@ -33,13 +34,14 @@ def gtpo(
     r"""(r - mean - entropy_coef H) lambda_t, and 0 for a completion with H > entropy_limit; H its mean entropy.
 
     A token conflicts where a completion of the group on the other side of the mean has the same id at the same place.
-    Those that all completions begin with (an unbroken run from the first token), and likewise those that they end with
-    (counted from the last), have lambda = conflict_weight above the mean and 0 below it; all others have 1. A token of
-    both runs has both factors. With tools, places count the policy's own tokens.
+    The unbroken run of conflicting tokens from the first on, and likewise that up to the last, with places counted from
+    there, have lambda = conflict_weight above the mean and 0 below it; all other tokens have 1. A token of both runs
+    has both factors. Places count the policy's own tokens, not those of tools.
 
-    GTPO, arXiv:2508.03772. Its filter begins only if the entropy before training is at most ln 2: else set
-    `entropy_limit: null`. In the authors' code a group of equal rewards has -entropy_coef H, here no signal; the code
-    also divides a completion's loss by its number of conflicting tokens, the paper's formula does not.
+    Logs `advantages/gtpo_filtered`, the share of completions above `entropy_limit`, ln 2. The paper has this filter only
+    where the entropy before training is below ln 2: else set `entropy_limit: null`. In the authors' code a group of
+    equal rewards has -entropy_coef H, here no signal; their code divides the loss of a completion by its number of
+    conflicting tokens, which their formula does not. GTPO, arXiv:2508.03772.
     """
     live, centred = mask.bool(), only_signal(none(rewards), rewards)
     side = centred.sign()[..., None]
@@ -49,8 +51,10 @@ def gtpo(
         weights = weights * torch.where(conflicts, torch.where(side > 0, conflict_weight, 0.0), 1.0)
     entropy = torch.where(live, entropies.to(rewards.dtype), 0.0).sum(dim=-1) / live.sum(dim=-1).clamp(min=1)
     shaped = centred - entropy_coef * entropy
-    if entropy_limit is not None:
-        shaped = torch.where(entropy <= entropy_limit, shaped, 0.0)
+    kept = entropy <= (math.inf if entropy_limit is None else entropy_limit)
+    if log_metric is not None:
+        log_metric("advantages/gtpo_filtered", (~kept).double().mean().item())
+    shaped = torch.where(kept, shaped, 0.0)
     return torch.where(live, shaped[..., None] * weights, 0.0)
 
 
