@@ -24,11 +24,11 @@ Marks = Bool[Tensor, "groups completions time"]
 
 
 def covariances(advantages: Advantages, per_token_logps: Logps, mask: Mask) -> Logps:
-    """Return c_t of each live token of a generation, 0 of the others."""
+    """Return c_t of each live token of a generation, 0 of the others, in float64: the sums run over all tokens."""
     live = mask.bool()
     a = (advantages if advantages.dim() == 3 else advantages[..., None]).expand(mask.shape)
     centred = []
-    for values in (a, per_token_logps.to(a.dtype)):
+    for values in (a.double(), per_token_logps.double()):
         mean = torch.where(live, values, 0.0).sum() / live.sum().clamp(min=1)
         centred.append(torch.where(live, values - mean, 0.0))
     return centred[0] * centred[1]

@@ -34,13 +34,13 @@ def gtpo(
     r"""(r - mean - entropy_coef H) lambda_t, and 0 for a completion with H > entropy_limit; H its mean entropy.
 
     A token conflicts where a completion of the group on the other side of the mean has the same id at the same place.
-    The unbroken run of conflicting tokens from the first on, and likewise that up to the last, with places counted from
-    there, have lambda = conflict_weight above the mean and 0 below it; all other tokens have 1. A token of both runs
-    has both factors. Places count the policy's own tokens, not those of tools.
+    The unbroken run of conflicting tokens from the first on, and likewise that up to the last, with places counted
+    from there, have lambda = conflict_weight above the mean and 0 below it; all other tokens have 1. A token of both
+    runs has both factors. Places count the policy's own tokens, not those of tools.
 
-    Logs `advantages/gtpo_filtered`, the share of completions above `entropy_limit`, ln 2. The paper has this filter only
-    where the entropy before training is below ln 2: else set `entropy_limit: null`. In the authors' code a group of
-    equal rewards has -entropy_coef H, here no signal; their code divides the loss of a completion by its number of
+    Logs `advantages/gtpo_filtered`, the share of completions above `entropy_limit`, ln 2. The paper has this filter
+    only where the entropy before training is below ln 2: else set `entropy_limit: null`. In the authors' code a group
+    of equal rewards has -entropy_coef H, here no signal; their code divides the loss of a completion by its number of
     conflicting tokens, which their formula does not. GTPO, arXiv:2508.03772.
     """
     live, centred = mask.bool(), only_signal(none(rewards), rewards)
