@@ -155,6 +155,7 @@ MISTAKES = [
     ({"rows": [{"prompt": "a", "solution": 1}, {"prompt": "b", "solution": "x"}]}, ["table"]),
     ({"rows": "data.csv"}, ["train_dataset: 'data.csv'"]),
     ({"rewards": ["nothing"], "rows": [{"text": ""}] * 8}, ["2 problems", "'prompt'", "'nothing'"]),
+    ({"rewards": ["accuracy"], "rows": [{"prompt": "a"}] * 8}, ["it cannot score any row", "no column 'solution'"]),
 ]  # fmt: skip
 
 
