@@ -14,6 +14,7 @@ from grpo_ext.config.images import image_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import as_far_as_sound
 from grpo_ext.data.chat_template import prompt_ids
+from grpo_ext.data.given import Data
 from grpo_ext.data.held_out import shared_prompts
 from grpo_ext.data.images import image_columns
 from grpo_ext.data.prepare import Tokenizer
@@ -32,12 +33,11 @@ PROMPTS = 256
 
 @dataclass(frozen=True)
 class Run:
-    """The data of a run, whose rows are prepared, and what is made of them.
+    """The data of a run, and what is made of them.
 
     Args:
         args: settings; values that are refused already may be replaced (`config.rules`).
-        train: the training data.
-        named: all data by the name that messages use, the training data first.
+        data: with prepared rows.
         rewards: those that are named, as in a recipe.
         functions: those that are given as functions, which TRL calls as they are.
         environments: in which completions are made.
@@ -48,8 +48,7 @@ class Run:
     """
 
     args: GRPOExtConfig
-    train: Any
-    named: Mapping[str, Any]
+    data: Data
     rewards: Sequence[RewardSpec] = ()
     functions: Sequence[RewardSpec] = ()
     environments: Sequence[EnvironmentSpec] = ()
@@ -70,20 +69,20 @@ class Run:
 
 def data_problems(run: Run) -> tuple[list[Problem], list[str]]:
     """Return what is wrong with the data for this run, and warnings."""
-    args, train, problems, notes = run.args, run.train, list[Problem](), list[str]()
+    args, train, problems, notes = run.args, run.data.train, list[Problem](), list[str]()
     if isinstance(train, Dataset):
         problems += as_far_as_sound(too_few(args, len(train)))
-        problems += () if run.extended else _template_problems(train, run.tokenizer, run.options)
+        problems += _template_problems(run)
         problems += compatibility.policy_problems(run.environments, run.tokenizer, run.options)
         if "chat_template_kwargs" in train.column_names:
             cure = "Set chat_template_kwargs in the recipe, for all rows."
             notes.append(str(Problem("column 'chat_template_kwargs'", ABSENT, "GRPO in TRL does not read it", cure)))
-    for name, rows in run.named.items():
+    for name, rows in run.data.named.items():
         found, warnings = _prompt_problems(run, rows, name)
         problems, notes = problems + found, notes + warnings
     problems += as_far_as_sound(ahead_problems(args, train))
-    problems += as_far_as_sound(image_problems(args, image_columns(run.named)))
-    every = (compatibility.dataset_problems(run.environments, rows) for rows in run.named.values())
+    problems += as_far_as_sound(image_problems(args, image_columns(run.data.named)))
+    every = (compatibility.dataset_problems(run.environments, rows) for rows in run.data.named.values())
     problems += dict.fromkeys(problem for found in every for problem in found)
     if getattr(train, "column_names", None):  # None for some streams
         found, warnings = _reward_problems(run)
@@ -100,7 +99,7 @@ def _prompt_problems(run: Run, rows: object, name: str) -> tuple[list[Problem], 
     """
     if not (isinstance(rows, list) or (isinstance(rows, Dataset) and "prompt" in rows.column_names)):
         return [], []
-    shared = [] if run.played or rows is run.train else shared_prompts(run.train, rows, name)
+    shared = [] if run.played or rows is run.data.train else shared_prompts(run.data.train, rows, name)
     if run.tokenizer is None:
         return [], shared
     problems, notes = PromptCheck(run.tokenizer, run.options, run.played)(rows, name)
@@ -110,7 +109,7 @@ def _prompt_problems(run: Run, rows: object, name: str) -> tuple[list[Problem], 
 def _reward_problems(run: Run) -> tuple[list[Problem], list[str]]:
     """Return why no row can be scored, and warnings about rewards that cannot score some rows, or any."""
     problems, silent, notes = list[Problem](), list[Problem](), list[Problem]()
-    train, given = run.train, dict.fromkeys(run.train.column_names)
+    train, given = run.data.train, dict.fromkeys(run.data.train.column_names)
     for spec in run.rewards:
         try:
             if not spec.is_model:
@@ -130,16 +129,17 @@ def _reward_problems(run: Run) -> tuple[list[Problem], list[str]]:
     return problems, [str(note) for note in notes]
 
 
-def _template_problems(train: Dataset, tokenizer: Tokenizer, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield why conversations cannot be rendered with these options."""
-    if tokenizer is None or image_columns(train) or isinstance(train[0]["prompt"], str):
+def _template_problems(run: Run) -> Iterator[Problem]:
+    """Yield why conversations cannot be rendered with the options of the template."""
+    train, tokenizer = run.data.train, run.tokenizer
+    if run.extended or tokenizer is None or image_columns(train) or isinstance(train[0]["prompt"], str):
         return
     if tokenizer.chat_template is None:
         cure = "Name an instruction-tuned model, or leave out system_prompt and call the column of texts prompt."
         reason = "its tokenizer has no chat template, and the prompts are conversations"
         yield Problem("model_name_or_path", ABSENT, reason, cure)
     elif isinstance(tokenizer.chat_template, str):
-        yield from _unknown_options(tokenizer.chat_template, options)
+        yield from _unknown_options(tokenizer.chat_template, run.options)
 
 
 _STANDARD_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
@@ -159,9 +159,9 @@ def _unknown_options(template: str, options: Mapping[str, object]) -> Iterator[P
 
 def prompt_lengths(run: Run) -> list[int]:
     """Return the numbers of tokens of the first training prompts, where they can be counted."""
-    if run.tokenizer is None or not isinstance(run.train, Dataset) or image_columns(run.train):
+    if run.tokenizer is None or not isinstance(run.data.train, Dataset) or image_columns(run.data.train):
         return []
-    prompts = run.train.select_columns(["prompt"])[:PROMPTS]["prompt"]
+    prompts = run.data.train.select_columns(["prompt"])[:PROMPTS]["prompt"]
     return [len(prompt_ids(prompt, run.tokenizer, run.options)) for prompt in prompts]
 
 

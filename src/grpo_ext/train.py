@@ -27,7 +27,6 @@ from grpo_ext.config.launch import check_announced, write_exit_code
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data.config import is_generated
 from grpo_ext.data.files import is_path
-from grpo_ext.data.given import Data
 from grpo_ext.errors import (
     NOT_FINISHED,
     AttemptsFailed,
@@ -50,7 +49,7 @@ from grpo_ext.recipe.launching import check_launched, launch_of
 from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path, rows_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe, print_help
-from grpo_ext.recipe.preflight import Preflight, named, set_name
+from grpo_ext.recipe.preflight import Preflight, data_of
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.terminal import safe_output
 from grpo_ext.trainer.checkpoints.identity import record_of
@@ -72,7 +71,6 @@ def build_trainer(
     """
     model, training = recipe.model, recipe.training
     tokenizer = load_tokenizer(recipe)
-    train_dataset, eval_dataset = datasets_of(recipe, tokenizer)
     runtime = Runtime(
         recipe.rewards,
         workers=recipe.script.reward_workers,
@@ -85,7 +83,7 @@ def build_trainer(
         model_path(recipe),
         runtime.functions,
         training.changed(model_init_kwargs=None if base else init_kwargs(recipe)),
-        Data(train_dataset, eval_dataset, named(train_dataset, eval_dataset, sets)),
+        data_of(*datasets_of(recipe, tokenizer), sets),
         recipe.environments,
         processing_class=load_processor(recipe) if base is None else tokenizer,
         quantization_config=None if base else get_quantization_config(model),
@@ -167,7 +165,7 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
     show(f"Loading {model_path(recipe)}.")
-    trainer = build_trainer(recipe, record, {set_name(chosen.name): rows for chosen, rows in sets})
+    trainer = build_trainer(recipe, record, {f"eval_sets: {chosen.name}": rows for chosen, rows in sets})
     if begin.checkpoint:
         show(f"Resuming from {begin.checkpoint}.")
     for message in filter(None, [begin.repeated, make_room(training, begin)]):

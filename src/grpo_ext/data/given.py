@@ -38,8 +38,8 @@ def given_data(train: Any, evaluation: Any, *, continued: bool = False) -> Data:
         ConfigError: as `as_dataset`.
     """
     problems, clashes = list[Problem](), dict[Problem, None]()
-    train = _opened(as_dataset(train, "train_dataset"), "train_dataset", problems)
-    evaluation = _opened(as_dataset(evaluation, "eval_dataset"), "eval_dataset", problems)
+    train = _opened(train, "train_dataset", problems)
+    evaluation = _opened(evaluation, "eval_dataset", problems)
     several = evaluation if isinstance(evaluation, Mapping) else {"eval_dataset": evaluation}
     named = {"train_dataset": train, **several}
     for name, dataset in named.items():
@@ -51,13 +51,14 @@ def given_data(train: Any, evaluation: Any, *, continued: bool = False) -> Data:
     return Data(train, evaluation, named, [*problems, *clashes])
 
 
-def _opened(dataset: Any, name: str, problems: list[Problem]) -> Any:
+def _opened(given: Any, name: str, problems: list[Problem]) -> Any:
     """Return a dataset, or several by name, with pictures where its columns of images hold paths or bytes.
 
-    A dataset whose images cannot be read is returned as it is, and its problems are added to `problems`.
+    If the images cannot be read they stay as they are, and the problems are added to `problems`.
     """
-    if isinstance(dataset, Mapping):
-        return {key: _opened(value, f"{name}[{key!r}]", problems) for key, value in dataset.items()}
+    if isinstance(given, Mapping):
+        return {key: _opened(value, f"{name}[{key!r}]", problems) for key, value in given.items()}
+    dataset = as_dataset(given, name)
     try:
         return as_read(with_opened_images(dataset, name))
     except DataError as error:
@@ -75,8 +76,6 @@ def as_dataset(given: Any, name: str) -> Any:
     """
     if given is None or isinstance(given, Dataset | IterableDataset):
         return given
-    if isinstance(given, Mapping):  # an evaluation on several, by name
-        return {key: as_dataset(value, f"{name}[{key!r}]") for key, value in given.items()}
     if hasattr(given, "to_dict") and hasattr(given, "columns"):
         return _made(Dataset.from_pandas, name, given, preserve_index=False)
     given = given() if callable(given) else given

@@ -90,9 +90,10 @@ def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) 
         policy.unknown = _first_line(error)
         yield from _config_problems(str(model.model_name_or_path), error)
         return
-    if found := list(_class_problems(str(model.model_name_or_path), config)):
-        yield from found
-        policy.unknown = "see above"
+    if config.is_encoder_decoder:  # GRPO in TRL would cut the text of a decoder beside an encoder
+        policy.unknown, kind = "see above", (config.architectures or ["model"])[0]
+        cure = "Name a model that generates text, such as Qwen/Qwen2.5-0.5B-Instruct."
+        yield problem(f"a {kind}, encoder and decoder; GRPO in TRL is for decoders only", cure)
         return
     try:
         policy.empty = _build(config, trust)
@@ -136,34 +137,21 @@ _UNKNOWN = ("trust_remote_code", "does not recognize this architecture", "is not
 
 def _config_problems(name: str, error: Exception) -> Iterator[Problem]:
     """Yield transformers' error about the configuration of a model; an unreachable hub is not a problem."""
-    causes = tuple(_causes(error))
-    local = Path(name).expanduser().exists() and not _is_due_to(causes, hub.LocalEntryNotFoundError)
+    local = Path(name).expanduser().exists() and not _is_due_to(error, hub.LocalEntryNotFoundError)
     told = any(words in str(error) for words in _UNKNOWN) or isinstance(error, KeyError)
-    if local or told or _is_due_to(causes, *_OF_THE_HUB):
+    if local or told or _is_due_to(error, *_OF_THE_HUB):
         yield Problem("model_name_or_path", name, _first_line(error), "")
 
 
-def _is_due_to(causes: tuple[BaseException, ...], *kinds: type[BaseException]) -> bool:
-    return any(isinstance(cause, kinds) for cause in causes)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
+def _is_due_to(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+    while error is not None and not isinstance(error, kinds):
         error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _first_line(error: BaseException) -> str:
     """Return the first line of an error, or its kind."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _class_problems(name: str, config: PreTrainedConfig) -> Iterator[Problem]:
-    """Yield why a model cannot be trained: GRPO in TRL would cut the text of a decoder beside an encoder."""
-    if config.is_encoder_decoder:
-        reason = f"a {(config.architectures or ['model'])[0]}, encoder and decoder; GRPO in TRL is for decoders only"
-        cure = "Name a model that generates text, such as Qwen/Qwen2.5-0.5B-Instruct."
-        yield Problem("model_name_or_path", name, reason, cure)
 
 
 # The settings of the recipe.

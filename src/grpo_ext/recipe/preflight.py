@@ -9,6 +9,7 @@ from grpo_ext.config.rules import as_far_as_sound, is_broken
 from grpo_ext.data import chat_template
 from grpo_ext.data.config import is_generated
 from grpo_ext.data.files import is_path
+from grpo_ext.data.given import Data
 from grpo_ext.data.mixture import check_mixture, is_local
 from grpo_ext.data.prepare import AnyDataset
 from grpo_ext.data.prompts import PromptCheck
@@ -18,8 +19,6 @@ from grpo_ext.preflight import Run, data_problems, prompt_lengths
 from grpo_ext.recipe.loading import datasets_of, rows_of
 from grpo_ext.recipe.model_checks import InspectedPolicy, inspect_policy
 from grpo_ext.recipe.parts import Recipe
-
-TRAINING, EVALUATION = "the training data", "the evaluation data"
 
 
 @dataclass
@@ -65,34 +64,23 @@ class Preflight:
             yield from error.problems
             return
         for chosen in recipe.eval_sets:
-            name = set_name(chosen.name)
+            name = f"eval_sets: {chosen.name}"
             if chosen.dataset_name is None or is_generated(chosen.dataset_name) or is_path(chosen.dataset_name):
                 try:
                     sets[name] = rows_of(chosen, recipe, tokenizer)
                 except (ConfigError, DataError) as error:
                     yield from (replace(p, field=f"{name}: {p.field}") for p in error.problems)
-        run = Run(
-            recipe.training,
-            self.train,
-            named(self.train, test, sets),
-            recipe.rewards,
-            environments=recipe.environments,
-            tokenizer=tokenizer,
-            context=self.policy.context,
-        )
+        data, context = data_of(self.train, test, sets), self.policy.context
+        run = Run(recipe.training, data, recipe.rewards, (), recipe.environments, tokenizer, context)
         problems, self.notes = data_problems(run)
         yield from problems
         self.longest_prompt = max([] if problems else prompt_lengths(run), default=None)
 
 
-def set_name(name: str) -> str:
-    """Return the name of an evaluation set in messages."""
-    return f"eval_sets: {name}"
-
-
-def named(train: AnyDataset, test: AnyDataset | None, sets: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """Return all data of a recipe by their names in messages."""
-    return {TRAINING: train, **({} if test is None else {EVALUATION: test}), **sets}
+def data_of(train: AnyDataset, test: AnyDataset | None, sets: Mapping[str, Any] = {}) -> Data:
+    """Return the data of a recipe; `sets` are the rows of its evaluation sets."""
+    tests = {} if test is None else {"the evaluation data": test}
+    return Data(train, test, {"the training data": train, **tests, **sets})
 
 
 def _is_local(recipe: Recipe) -> bool:

@@ -66,8 +66,7 @@ from grpo_ext.trainer.setup import (
     RolloutFunc,
     Rows,
     check,
-    check_best_metric,
-    check_reward_names,
+    name_problems,
     named_arguments,
     quantized_problems,
     reference_from,
@@ -191,13 +190,15 @@ class GRPOExtTrainer(Lifecycle):
         Raises:
             ConfigError: the model or the data do not fit the settings.
         """
-        args, train = ready.args, None if ready.played else ready.data.train
+        args, data = ready.args, ready.data
+        train = None if ready.environments or any(ready.rollouts.values()) else data.train
         found = *quantized_problems(args, self.model, None), *adapter_problems(args, adds_tokens(self.model))
-        found += tuple(model_problems(args, cast(Any, self.model)))
+        found += (
+            *model_problems(args, cast(Any, self.model)),
+            *name_problems(args, data.evaluation, self.reward_func_names),
+        )
         if found:
             raise ConfigError(found)
-        check_reward_names(self.reward_func_names)
-        check_best_metric(args, ready.data.evaluation, self.reward_func_names)
         options = as_mapping(self.chat_template_kwargs)
         longest = partial(longest_row, self._tokenizer, options, train, int(args.max_completion_length or 0))
         policies = [causal_lm(self.accelerator.unwrap_model(m)) for m in (self.model, self.ref_model) if m is not None]

@@ -14,7 +14,8 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import nn
-from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.integrations import get_reporting_integration_callbacks
 from trl.trainer.utils import get_config_model_id
 
 from grpo_ext.config import process_engine
@@ -24,6 +25,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.images import rollout_problems as image_rollout_problems
 from grpo_ext.config.launch import rank
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.rules import plain, refusal
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.config.vllm import leaves_packed, missing, packs_while_loading, quantized_problem
@@ -77,16 +79,7 @@ def named_arguments(init: Callable[P, None]) -> Callable[P, None]:
 
 @dataclass(frozen=True)
 class Ready:
-    """What a trainer is made of, checked before a model is loaded.
-
-    Args:
-        model: as TRL takes it.
-        reward_funcs: as TRL takes them.
-        args: settings, with the weights of the rewards.
-        data: the datasets.
-        environments: in which completions are made.
-        trl: further arguments of TRL's trainer.
-    """
+    """What a trainer is made of, checked before a model is loaded; `trl` are further arguments of TRL's trainer."""
 
     model: Any
     reward_funcs: Any
@@ -99,11 +92,6 @@ class Ready:
     def rollouts(self) -> dict[str, Any]:
         """TRL's arguments that make rollouts."""
         return {name: self.trl.get(name) for name in ROLLOUTS}
-
-    @property
-    def played(self) -> bool:
-        """Whether anything but the policy makes rollouts."""
-        return bool(self.environments or any(self.rollouts.values()))
 
 
 def check(
@@ -131,7 +119,7 @@ def check(
     specs, found = parse_environments(environments)
     ready = Ready(policy(model), [], args, data, specs, trl)
     rollouts, peft_config = ready.rollouts, trl.get("peft_config")
-    problems: list[Problem] = [*missing(args), *data.problems, *found]
+    problems: list[Problem] = [*missing(args), *_uninstalled(args, trl.get("optimizers")), *data.problems, *found]
     problems += [*setting_problems(specs, args), *beside_problems(specs, rollouts)]
     problems += [*rollout_problems(args, rollouts), *process_engine.rollout_problems(args, rollouts)]
     problems += quantized_problems(args, model, trl.get("quantization_config"))
@@ -144,14 +132,28 @@ def check(
     problems += _image_problems(ready)
     processor = ready.trl["processing_class"]
     tokenizer = None if data.problems else getattr(processor, "tokenizer", processor)
-    extended = any(rollouts.values())
-    run = Run(args, data.train, data.named, *rewards, specs, tokenizer, extended=extended)
+    run = Run(args, data, *rewards, specs, tokenizer, extended=any(rollouts.values()))
     found, notes = data_problems(run)
     if problems := [*problems, *found]:
         raise ConfigError(problems)
     for note in notes if rank() == 0 else ():
         logger.warning(note)
     return ready
+
+
+def _uninstalled(args: GRPOExtConfig, optimizers: tuple[Any, Any] | None) -> Iterator[Problem]:
+    """Yield what a tracker or an optimizer of transformers says where its package is not installed."""
+    try:
+        for callback in get_reporting_integration_callbacks(args.report_to):
+            callback()
+    except (ImportError, RuntimeError) as error:
+        yield replace(refusal(error, args, "report_to"), field="report_to", value=args.report_to)
+    try:
+        if not any(optimizers or ()):
+            Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ImportError, ValueError) as error:
+        if "install" in str(error):  # others need the model
+            yield replace(refusal(error, args, "optim"), field="optim", value=plain(args.optim))
 
 
 # Model and data.
@@ -265,7 +267,8 @@ def _with_rewards(
     if found:
         problems += found
         return ready, ([], [])
-    own = [spec for entry, spec in zip(entries, specs, strict=True) if not callable(entry)]
+    pairs = [*zip(entries, specs, strict=True)]
+    own = [spec for entry, spec in pairs if not callable(entry)]
     failures = Path(args.output_dir or ".") / "reward_failures"
     components = iter(Runtime(own, workers=workers, failures=failures, seed=args.seed).functions)
     weights = [spec.weight for spec in specs]
@@ -275,38 +278,17 @@ def _with_rewards(
         args = args.changed(reward_weights=[*list(args.reward_weights or ()), 1.0])
     functions = [entry if callable(entry) else next(components) for entry in entries]
     named = [*own, *(entry.spec for entry in entries if isinstance(entry, Component))]
-    others = [s for e, s in zip(entries, specs, strict=True) if callable(e) and not isinstance(e, Component)]
+    others = [spec for entry, spec in pairs if callable(entry) and not isinstance(entry, Component)]
     return replace(ready, reward_funcs=[*functions, *of_environments], args=args), (named, others)
 
 
-def check_reward_names(names: list[str]) -> None:
-    """Refuse two rewards of one name, which stock TRL averages together in its logs.
-
-    Raises:
-        ConfigError: a name is used twice.
-    """
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ConfigError(
-            Problem(
-                "reward_funcs",
-                ABSENT,
-                f"{names.count(name)} rewards have the name {name!r}, so that their logs would be mixed",
-                "Give each its own name.",
-            )
-            for name in repeated
-        )
-
-
-def check_best_metric(args: GRPOExtConfig, eval_dataset: object, names: Sequence[str]) -> None:
-    """Refuse a `metric_for_best_model` that is missing in all of several evaluation sets.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    sets = [*map(str, eval_dataset)] if isinstance(eval_dataset, Mapping) else []
-    if sets and (found := [*best_metric_problems(args.metric_for_best_model, names, sets)]):
-        raise ConfigError(found)
+def name_problems(args: GRPOExtConfig, evaluation: object, names: Sequence[str]) -> Iterator[Problem]:
+    """Yield rewards of one name, which stock TRL averages in its logs, and a best metric that no evaluation has."""
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        reason = f"{names.count(name)} rewards have the name {name!r}, so that their logs would be mixed"
+        yield Problem("reward_funcs", ABSENT, reason, "Give each its own name.")
+    if isinstance(evaluation, Mapping) and evaluation:
+        yield from best_metric_problems(args.metric_for_best_model, names, [*map(str, evaluation)])
 
 
 def _call_problems(field: str, function: object) -> Iterator[Problem]:
