@@ -18,6 +18,7 @@ from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.train import train
 from support.processes import run_forked
 from support.tiny import FEW
+from support.trainers import build
 
 ROOT = Path(__file__).parent.parent
 HERE = {"custom_environment": ("--environments", '[{"path": "custom_environment:AskAgain", "isolate": false}]')}
@@ -88,6 +89,27 @@ def test_the_advantage_by_hand():
     expected = [[-1.0, 0.0, 0.0, 1.0], [1.0, 0.0, -1.0, 0.0], [0.0] * 4, [0.0] * 4]
     assert wins(rewards).tolist() == expected
     assert wins(rewards, margin=1.0)[1].tolist() == [0.5, 0.0, -0.5, 0.0]
+
+
+@pytest.mark.parametrize("name", ["first_uses", "longer_sums_count_more", "surprising"])
+def test_an_advantage_beyond_the_rewards_trains(name, model_path, tmp_path):
+    settings = {"advantage_estimator": f"examples.token_advantages:{name}", "max_steps": 1}
+    trainer = build(model_path, tmp_path, **settings)
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
+def test_advantages_beyond_the_rewards_by_hand():
+    first, longer, surprising = (
+        estimators[f"examples.token_advantages:{name}"]
+        for name in ("first_uses", "longer_sums_count_more", "surprising")
+    )
+    rewards, mask = torch.tensor([[1.0, 0.0]]), torch.tensor([[[1, 1, 1], [1, 1, 0]]])
+    ids = torch.tensor([[[7, 8, 7], [9, 9, 0]]])
+    assert first(rewards, ids, mask).tolist() == [[[0.5, 0.5, 0.0], [-0.5, 0.0, 0.0]]]
+    assert longer(rewards, {"solution": ["579"]}).tolist() == [[1.5, -1.5]]
+    halves = torch.full((1, 2, 3), math.log(0.25))
+    assert surprising(rewards, halves, mask).tolist() == [[[0.375] * 3, [-0.375, -0.375, 0.0]]]
 
 
 def test_the_reward_by_hand():

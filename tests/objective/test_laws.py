@@ -131,7 +131,7 @@ def test_tensors_for_a_surrogate_are_clean_under_the_mask(garbage):
     inputs["advantages"] = inputs["advantages"][:, None].expand(8, 5)
     dead = inputs["mask"] == 0
     dirty = {k: v if k == "mask" else v.masked_fill(dead, garbage) for k, v in inputs.items()}
-    offered = objective("grpo", beta=0.1).tensors(dirty["per_token_logps"], dirty, inputs["mask"])
+    offered = objective("kl_cov", beta=0.1).tensors(dirty["per_token_logps"], dirty, inputs["mask"])
     assert {*TENSORS, "log_ref_ratio"} == set(offered)
     for name, values in offered.items():
         assert (values[dead] == (1 if name == "importance_sampling_ratio" else 0)).all(), name

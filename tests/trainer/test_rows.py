@@ -125,3 +125,18 @@ def test_with_one_update_a_generation_it_is_the_correction_without_its_forward(t
         runs[old] = weights(trainer.model) - weights(tiny.model())
     assert runs["recomputed"].norm() > 1e-2
     assert (runs["interpolated"] - runs["recomputed"]).norm() < 1e-3 * runs["recomputed"].norm()
+
+
+def one_wrong(completions, **_):
+    """Too few wrong ones for any two completions of a group to hold no right one."""
+    return [float(place % 4 > 0) for place in range(len(completions))]
+
+
+def test_marks_do_not_change_which_groups_dynamic_sampling_replaces(model_path, tmp_path):
+    """The estimator knows without a forward that they have no advantage, although their rewards differ."""
+    settings = {"advantage_estimator": "pass_at_k", "advantage_kwargs": {"k": 2}, "max_steps": 1}
+    settings |= {"dynamic_sampling": "reward", "dynamic_sampling_max_rounds": 1}
+    for loss in ("dapo", "kl_cov"):
+        trainer = build(model_path, tmp_path / loss, [one_wrong], 64, loss_type=loss, **settings)
+        trainer.train()
+        assert trainer.state.log_history[0]["dynamic_sampling/rounds"] == 1, loss

@@ -160,7 +160,7 @@ def _token_inputs(objective: Objective, group: int) -> dict[str, Tensor]:
     tokens = {"mask": torch.ones(shape, dtype=torch.long), "completion_ids": torch.arange(TIME).expand(shape)}
     named = (*FORWARD_INPUTS, "sampling_per_token_logps")
     tokens |= {name: torch.full(shape, 0.5 if name == "entropies" else -1.0, dtype=torch.float64) for name in named}
-    return {name: values for name, values in tokens.items() if name in {"mask", *objective.estimator_inputs}}
+    return {name: values for name, values in tokens.items() if name in {"mask", *objective.generation_inputs}}
 
 
 def _loss(objective: Objective, config: GRPOExtArguments) -> None:

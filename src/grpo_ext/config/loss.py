@@ -191,7 +191,7 @@ LOSS_RULES: tuple[Rule, ...] = (
     ),
     Conflict(
         "advantage_estimator:objective.advantage beta",
-        lambda c: c.beta == 0.0 and "ref_per_token_logps" in c.objective.estimator_inputs,
+        lambda c: c.beta == 0.0 and "ref_per_token_logps" in c.objective.generation_inputs,
         "it asks for ref_per_token_logps, and without a KL term there is no reference",
         "Set beta > 0.",
     ),

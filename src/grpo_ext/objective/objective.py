@@ -136,14 +136,19 @@ class Objective:
 
     @property
     def estimator_inputs(self) -> frozenset[str]:
-        """Names of what the estimator requests beside rewards, and the marks of the surrogate beside advantages."""
-        marks = () if self.row.marks is None else asked_for(self.row.marks)
-        return frozenset((*asked_for(estimators[self.advantage])[1:], *marks)) - {"advantages"}
+        """Names of what the estimator requests beside rewards."""
+        return frozenset(asked_for(estimators[self.advantage])[1:])
+
+    @property
+    def generation_inputs(self) -> frozenset[str]:
+        """Names of what the estimator, and the marks of the surrogate, request of a generation."""
+        marks = frozenset() if self.row.marks is None else frozenset(asked_for(self.row.marks))
+        return self.estimator_inputs | (marks - {"advantages"})
 
     @property
     def sees_tokens(self) -> bool:
-        """True if advantages depend on which tokens are live, or on what is known of them."""
-        return self.kl_in_reward or self.sees_turns or not self.estimator_inputs.isdisjoint(TOKEN_INPUTS)
+        """True if advantages, or marks, depend on which tokens are live, or on what is known of them."""
+        return self.kl_in_reward or self.sees_turns or not self.generation_inputs.isdisjoint(TOKEN_INPUTS)
 
     @property
     def sees_turns(self) -> bool:
@@ -180,9 +185,10 @@ class Objective:
             "advantages": advantages.unsqueeze(1) if advantages.dim() == 1 else masked(advantages, mask),
             "mask": mask,
             "importance_sampling_ratio": sampler,
-            "marks": masked(fixed.get("marks", torch.zeros_like(old)).to(old.dtype), mask),
             "log_ratio": self.log_ratio(per_token_logps - old, mask),
         }
+        if self.row.marks is not None:
+            tensors["marks"] = masked(fixed.get("marks", torch.zeros_like(old)).to(old.dtype), mask)
         if self.kl_in_loss:
             tensors["log_ref_ratio"] = masked(full_precision(fixed["ref_per_token_logps"]) - per_token_logps, mask)
         return tensors

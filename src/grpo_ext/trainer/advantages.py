@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import nanstd
 
+from grpo_ext.config.rules import IMAGE_COLUMNS
 from grpo_ext.objective.advantages import LogMetric, estimators, extremes, group_means, zero_variance
 from grpo_ext.objective.combinations import weighted_total, weighted_turns
 from grpo_ext.objective.objective import FORWARD_INPUTS, Objective
@@ -153,14 +154,13 @@ class Advantages:
 
     def tokens(self, rollouts: RolloutBatch, seen: Mapping[str, Tensor], group: int) -> dict[str, Any]:
         """Return what the estimator sees of all processes: of tokens, of the turns of trajectories, of rows."""
-        if "columns" in self.objective.estimator_inputs:
-            columns = {"columns": columns_of_groups(rollouts.rows, group, self.accelerator.num_processes)}
-        else:
-            columns = {}
+        asked, columns = self.objective.estimator_inputs, dict[str, Any]()
+        if "columns" in asked:
+            columns["columns"] = columns_of_groups(rollouts.rows, group, self.accelerator.num_processes)
         if not self.objective.sees_tokens:
             return columns
         tokens, width = {**seen}, seen["mask"].shape[1]
-        if "completion_ids" in self.objective.estimator_inputs and "completion_ids" not in seen:
+        if "completion_ids" in asked and "completion_ids" not in seen:  # before they are padded
             assert rollouts.generated is not None
             ids = [torch.tensor(row) for row in rollouts.generated.completion_ids]
             tokens["completion_ids"] = pad_sequence(ids, batch_first=True)
@@ -226,7 +226,7 @@ def _ignore(name: str, value: float) -> None:
 
 def columns_of_groups(rows: Sequence[Mapping[str, Any]], group: int, processes: int) -> dict[str, list[Any]]:
     """Return the columns of all processes' rows, one value for each group; images are left out."""
-    told = [{name: value for name, value in row.items() if name not in ("image", "images")} for row in rows]
+    told = [{name: value for name, value in row.items() if name not in IMAGE_COLUMNS} for row in rows]
     every = gather_object(told) if processes > 1 else told
     return {name: [row[name] for row in every[::group]] for name in every[0]}
 

@@ -373,7 +373,7 @@ class GRPOExtTrainer(Lifecycle):
 
     def _policy_before_training(self, batch: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """Return the policy's log-probabilities of a generation and entropies, where something asks for them."""
-        asked = self.objective.estimator_inputs & {"per_token_logps", "old_per_token_logps", "entropies"}
+        asked = self.objective.generation_inputs & {"per_token_logps", "old_per_token_logps", "entropies"}
         if not (self._sampler_corrected or self.objective.kl_in_reward or asked):
             return None, None
         return self._logps(self.model, batch, entropy="entropies" in asked)
@@ -382,7 +382,7 @@ class GRPOExtTrainer(Lifecycle):
         self, batch: Mapping[str, Any], policy: Tensor | None, entropies: Tensor | None
     ) -> dict[str, Tensor]:
         """Return what the estimator sees of this process's tokens, [rows, time]."""
-        mask, asked = live_mask(batch), self.objective.estimator_inputs
+        mask, asked = live_mask(batch), self.objective.generation_inputs
         sampler = batch.get("sampling_per_token_logps", batch.get(DRAWN, torch.full(mask.shape, torch.nan)))
         offered = {
             "completion_ids": batch["completion_ids"],
