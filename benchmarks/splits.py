@@ -91,6 +91,8 @@ class Case:
         windows = feature.pop("windows", 1)
         row = losses[self.loss]
         named = {"loss_type": self.loss}
+        if row.advantage == "gtpo":  # an untrained model's entropy is above its limit
+            named["advantage_kwargs"] = {"entropy_limit": None}
         if self.stock:
             named = {"loss_type": "grpo", "importance_sampling_level": "sequence"} if row.trl_name else named
         if self.stock and self.loss == "cispo":

@@ -15,7 +15,8 @@ def loss_of_row(objective: Objective, inputs: dict[str, Any]) -> Tensor:
     surrogate = objective.row.surrogate
     moved = logps - old
     r = {"token": moved, "sequence": moved.mean(), "product": moved.sum()}[objective.ratio].exp()
-    loss = SURROGATES[surrogate](r=r, a=a, logps=logps, old=old, **o)
+    marks = inputs["marks"][0] if "marks" in inputs else None
+    loss = SURROGATES[surrogate](r=r, a=a, logps=logps, old=old, marks=marks, **o)
     if objective.kl_in_loss:
         loss = loss + objective.beta * KL[objective.kl](inputs["ref_per_token_logps"][0] - logps, moved)
     return loss.expand_as(logps)[None]
@@ -69,13 +70,38 @@ def topr(r, a, logps, **_):
     return -torch.where(a >= 0, torch.ones_like(r), torch.minimum(r, torch.ones_like(r))).detach() * a * logps
 
 
-def dppo(r, a, logps, old, epsilon_low, epsilon_high, **_):
-    shift = (logps.exp() - old.exp()).detach()
+def dppo(r, a, logps, old, epsilon_low, epsilon_high, divergence, **_):
+    p, q = logps.exp().detach(), old.exp()
+    shift = p - q
+    if divergence == "kl":
+        shift = shift.sign() * (q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log())
     kept = torch.where(a > 0, shift <= epsilon_high, shift >= -epsilon_low)
     return -r * a * kept
 
 
-SURROGATES = {f.__name__: f for f in (clip, reinforce, cispo, sapo, vespo, gmpo, topr, dppo)}
+def dro(a, logps, old, tau, **_):
+    return tau / 2 * (logps - old).sum() ** 2 / len(logps) - a * logps
+
+
+def p3o(r, a, logps, old, **_):
+    r = r.detach()
+    e, d = r.sum() ** 2 / (len(r) * (r**2).sum()), old - logps
+    return (1 - e) * (d.exp() - d - 1) - torch.minimum(r, e) * a * logps
+
+
+def kl_cov(r, a, logps, old, marks, kl_coef, **_):
+    moved = logps - old
+    distance = torch.where(moved.abs() > 1e-9, moved.abs(), 0.0)  # rounding has a sign
+    return marks * kl_coef * distance - r * a
+
+
+def clip_cov(r, a, marks, epsilon_low, epsilon_high, **_):
+    return clip(r, a, epsilon_low, epsilon_high) * ~marks
+
+
+SURROGATES = {
+    f.__name__: f for f in (clip, reinforce, cispo, sapo, vespo, gmpo, topr, dppo, dro, p3o, kl_cov, clip_cov)
+}
 KL = {
     "k2": lambda d, moved: d**2 / 2,
     "k3": lambda d, moved: d.exp() - d - 1,

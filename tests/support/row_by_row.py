@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from grpo_ext.objective.aggregation import StepTotals
@@ -88,7 +89,9 @@ class RowByRow:
         self.history = GroupMeans(objective.remembered_batches)
         self._old: dict[tuple[int, int], Tensor] = {}
         self._reference: dict[tuple[int, int], Tensor] = {}
+        self._entropies: dict[tuple[int, int], Tensor] = {}
         self._advantages: dict[int, Tensor] = {}
+        self._marks: dict[int, Tensor] = {}
 
     @cached_property
     def size(self) -> int:
@@ -128,6 +131,8 @@ class RowByRow:
         }
         if self.objective.beta:
             inputs["ref_per_token_logps"] = self._reference[place].to(logps.device)[None]
+        if generation in self._marks:
+            inputs["marks"] = self._marks[generation].flatten(0, 1)[row].to(logps.device)[None, : len(logps)]
         loss = share(self.objective, self.row_loss(self.objective, inputs)[0], counts)
         if self.terms.entropy_coef:
             loss = loss - self.terms.entropy_coef * entropies.sum() / counts.tokens
@@ -138,7 +143,8 @@ class RowByRow:
         places = [(generation, row) for row in range(self.size)]
         with torch.no_grad():
             self._load(self.weights[generation])
-            self._old |= {place: self._forward(place)[0] for place in places}
+            for place in places:
+                self._old[place], self._entropies[place] = self._forward(place)
             if self.objective.beta:
                 self._load(self.weights[0])
                 self._reference |= {place: self._forward(place)[0] for place in places}
@@ -158,13 +164,22 @@ class RowByRow:
             kept = [len(ids) if self._live(row) else 0 for (_, row), ids in zip(places, completions, strict=True)]
             mask = torch.arange(width) < torch.tensor(kept)[:, None]
             tokens["mask"] = mask.long().view(-1, group, width)
+            columns = {"per_token_logps": self._old, "entropies": self._entropies}
+            rows = {name: [column[place].cpu() for place in places] for name, column in columns.items()}
+            rows["completion_ids"] = [torch.tensor(ids) for ids in completions]
+            further = {name: pad_sequence(row, batch_first=True) for name, row in rows.items()}
+            asked = objective.generation_inputs & further.keys()
+            tokens |= {name: further[name].view(-1, group, width) for name in asked}
         if objective.kl_in_reward:
             tokens["kl"] = self._penalties(places, width).view(-1, group, width)
             rewards = objective.less_kl(rewards, weights, **tokens)
             weights, total = weights.new_ones(1), rewards[..., 0]
         values = objective.advantages(rewards, weights, self.history.concatenated(), None, **tokens)
         self.history.remember(rewards, total)
-        return values.float()  # TRL's dtype
+        values = values.float()  # TRL's dtype
+        if (marks := objective.marks(values, tokens)) is not None:
+            self._marks[generation] = marks
+        return values
 
     def _penalties(self, places: list[tuple[int, int]], width: int) -> Tensor:
         found = torch.zeros(len(places), width, dtype=torch.float64)
