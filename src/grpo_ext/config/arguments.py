@@ -172,6 +172,11 @@ class GRPOExtArguments(GRPOConfig):
         "it trains on a generation, by its own forward; 'sampler', those that vLLM or an older policy returned, "
         "without that forward and without `sampler_correction`.",
     )
+    losses: list | str | None = described(
+        None,
+        "Losses beside the policy's, each {type, weight, weight_schedule, where, aggregation, name} and what its type "
+        "takes: 'reverse_kl' or 'jsd' to a teacher, 'cross_entropy' on demonstrations. None (default): none.",
+    )
     vllm_engine_kwargs: dict | str | None = described(
         None,
         "Further options of vLLM's engine, as its `EngineArgs` names them, such as {'kv_cache_dtype': 'fp8'}. With "

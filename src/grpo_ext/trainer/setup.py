@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from grpo_ext.config import process_engine
 from grpo_ext.config.adapters import peft_problems
+from grpo_ext.config.added_losses import added_loss_problems, added_losses, column_problems
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import prompts_of_one_generation, too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -128,6 +129,9 @@ def prepare(
         problems += dict.fromkeys(problem for found in of_rows for problem in found)
     if columns := image_columns(train_dataset, eval_dataset):
         problems += [*image_problems(args, columns), *image_rollout_problems(rollouts)]
+    losses, known = added_losses(args), getattr(train_dataset, "column_names", None)
+    problems += added_loss_problems(losses, plain=not (columns or specs or any(rollouts.values())))
+    problems += column_problems(losses, known) if known else []
     problems += quantized_problems(args, model, quantization_config)
     adapters = [peft_config] if peft_config is not None else [*getattr(model, "peft_config", {}).values()]
     problems += [found for config in adapters for found in peft_problems(config)]

@@ -37,6 +37,22 @@ def test_two_processes_make_the_same_step_as_one(name, results):
             assert mine[key] == pytest.approx(theirs[key], abs=1e-6), key
 
 
+def test_two_processes_add_losses_and_show_estimators_what_one_does(tmp_path):
+    model, teacher = (tiny.save(tmp_path / name, seed=seed) for name, seed in (("model", 0), ("teacher", 5)))
+    found = {}
+    for name, config, rows in (("one", None, 16), ("two", CONFIG, 8)):
+        run_forked(SCRIPT, "added_losses", model, tmp_path / name, rows, teacher, config=config)
+        found[name] = torch.load(tmp_path / name / "step.pt")
+    one, two = found["one"], found["two"]
+    torch.testing.assert_close(two["weights"], one["weights"], rtol=0, atol=1e-12)
+    assert one["seen"].keys() == two["seen"].keys()
+    for name, values in one["seen"].items():
+        if name == "columns":
+            assert values == two["seen"][name]
+        else:
+            torch.testing.assert_close(two["seen"][name], values, rtol=0, atol=1e-12, equal_nan=True)
+
+
 def test_two_processes_correct_the_sampler_as_one_does(tmp_path):
     """Weights over their mean and the second moment's cut are of the generation of both processes."""
     model, found = tiny.save(tmp_path / "model"), {}
