@@ -90,9 +90,16 @@ def _form_of(teacher: TeacherHead, form: Form) -> Form:
 
 
 def teacher_head(
-    score: Callable[[], object], labelled: Bool[Tensor, "rows width"], counted: Bool[Tensor, "rows width"]
+    score: Callable[[], object],
+    labelled: Bool[Tensor, "rows width"],
+    counted: Bool[Tensor, "rows width"],
+    *,
+    stays: bool,
 ) -> TeacherHead:
-    """Return what TRL's LM head is called with in a teacher's forward, at the `counted` ones of `labelled` tokens."""
+    """Return what TRL's LM head is called with in a teacher's forward, at the `counted` ones of `labelled` tokens.
+
+    `stays`: whether the head's weights are the teacher's also afterwards.
+    """
     kept = list[TeacherHead]()
 
     def apply(
@@ -106,8 +113,7 @@ def teacher_head(
         scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> tuple[Tensor, None, None, None, None]:
-        # trained weights are those of the policy again afterwards
-        held = [None if x is None else x.detach().clone() if x.requires_grad else x for x in (weight, bias)]
+        held = [x if x is None or stays else x.detach().clone() for x in (weight, bias)]
         assert held[0] is not None
         kept.append(TeacherHead(hidden.detach()[_places(hidden, labelled, counted)], held[0], held[1], softcap, scale))
         return hidden.new_zeros(len(hidden)), None, None, None, None

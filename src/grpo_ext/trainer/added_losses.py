@@ -5,6 +5,7 @@ Each has its own rows, tokens and denominator, so that it does not change the gr
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from grpo_ext.packing.scorer import Scorer
 from grpo_ext.packing.teacher_head import TeacherHead, divergence_from, teacher_head
 from grpo_ext.trainer.loss import LossOutput
 from grpo_ext.trainer.teacher import Teacher
+from grpo_ext.trainer.token_budget import SHARDED
 
 Logps = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """Log-probabilities of a generation by a model, without a gradient."""
@@ -146,8 +148,10 @@ class AddedLosses:
 
     def _head(self, loss: JSD, policy: nn.Module, inputs: MicroBatch) -> TeacherHead:
         teacher, rows = self.teachers[loss.teacher], self._of_teacher(loss, inputs)
+        stays = teacher.initial is None and self.accelerator.distributed_type not in SHARDED
+        labelled, score = _labelled(rows, _mask(loss, inputs)), partial(self._forward, teacher.model, rows)
         with teacher.weights(policy), self.forward_only():
-            return teacher_head(lambda: self._forward(teacher.model, rows), *_labelled(rows, _mask(loss, inputs)))
+            return teacher_head(score, *labelled, stays=stays)
 
     def _forward(self, model: nn.Module, rows: MicroBatch) -> Tensor:
         ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)

@@ -75,6 +75,8 @@ def one_step(model: str, output: str, rows: str, *names: str) -> None:
 @float64_throughout()
 def added_losses(model: str, output: str, rows: str, teacher: str) -> None:
     """A step with each loss beside the policy's, and with an estimator that sees all there is to see."""
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        make_fsdp_real()
     losses = [
         {"type": "reverse_kl", "teacher": teacher},
         {"type": "jsd", "teacher_prompt": "{prompt}{solution}=", "where": {"solution": ["0", "1"]}},
@@ -85,8 +87,9 @@ def added_losses(model: str, output: str, rows: str, teacher: str) -> None:
     trainer = build(model, Path(output), [unit_interval], per_device_train_batch_size=int(rows), **settings)
     trainer.collector.policy = _ByPlace(trainer)
     trainer.train()
+    found = {"weights": trained_weights(trainer.model), "seen": everything.seen[-1]}
     if trainer.accelerator.is_main_process:
-        torch.save({"weights": weights(trainer.model), "seen": everything.seen[-1]}, Path(output) / "step.pt")
+        torch.save(found, Path(output) / "step.pt")
 
 
 class _ByPlace:
