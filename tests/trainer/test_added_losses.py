@@ -191,3 +191,10 @@ def test_a_resumed_run_ends_with_the_same_bits(model_path, teacher, tmp_path):
     again = build(model_path, tmp_path, [unit_interval], **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert torch.equal(weights(whole.model), weights(again.model))
+
+
+def test_rewards_may_all_have_the_weight_0_beside_another_loss(tmp_path):
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "reward_weights": [0.0]}
+    GRPOExtConfig(losses=[{"type": "reverse_kl"}], **settings)
+    with pytest.raises(ConfigError, match="weight 0"):
+        GRPOExtConfig(**settings)
