@@ -1,7 +1,7 @@
 """Losses beside the policy's, `losses`: distillation from a teacher and cross-entropy on demonstrations."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -42,6 +42,11 @@ class AddedLoss:
     def label(self) -> str:
         """The name of its figure."""
         return self.name or self.type
+
+    def describe(self) -> str:
+        """Return its settings in one line."""
+        chosen = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "name")
+        return f"{self.label}: {self.type}({', '.join(f'{n}={v}' for n, v in chosen if v not in (None, '', {}))})"
 
     def holds_for(self, row: Mapping[str, Any]) -> bool:
         """Return whether a row of the dataset is one of its rows."""

@@ -335,9 +335,9 @@ class GRPOExtTrainer(Lifecycle):
     def _describe_objective(self) -> None:
         """Print the loss with its paper."""
         objective = self.objective
-        departures = objective.departures()
-        paper = f"{objective.row.paper}, but for the {', '.join(departures)}" if departures else objective.row.paper
-        self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {paper}")
+        self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {objective.source}")
+        for loss in self._added.losses:
+            self.accelerator.print(f"beside it {loss.describe()}")
         if idle := idle_clip(self.args):
             self.accelerator.print(f"the clip {idle}")
         self.accelerator.print(self.sharing.describe())
