@@ -45,5 +45,5 @@ def test_the_law_fails_without_the_std(monkeypatch):
 
 
 def test_no_estimator_is_left_out():
-    credit = {"turn_return", "gigpo"}
+    credit = {"turn_return", "gigpo", "gtpo", "tpo", "iw_opd"}  # which see more than rewards
     assert set(difficulty.ESTIMATORS) == set(package.estimators) - credit

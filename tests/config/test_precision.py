@@ -52,6 +52,10 @@ REJECT = {"level": "geometric", "statistic": "k1", "lower": -0.01, "upper": 0.01
             "completions",
         ),
         ({"old_logps": "sampler"}, "none: the loss takes its ratio to the sampler (old_logps)"),
+        (
+            {"old_logps": "interpolated"},
+            "token ratio up to 2 (truncate), by interpolated log-probabilities (old_logps)",
+        ),
         ({"vllm_importance_sampling_correction": False}, "off: these differences bias the gradient"),
     ],
 )

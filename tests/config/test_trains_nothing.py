@@ -47,6 +47,7 @@ def test_a_setting_that_trains_nothing_is_refused(settings, words):
         ({"loss_type": "rloo"}, False),  # it has no clip
         ({"rollout_ahead": 1, "rollout_engine": "process"}, True),
         ({"rollout_ahead": 1, "rollout_engine": "process", "old_logps": "sampler"}, False),
+        ({"rollout_ahead": 1, "rollout_engine": "process", "old_logps": "interpolated"}, True),
     ],
 )
 def test_a_clip_that_cannot_act_is_known(settings, idle):

@@ -113,6 +113,44 @@ def dppo(a, logps, x, low=0.2, high=0.2):
     return out, out
 
 
+def dppo_kl(a, logps, x, low=0.05, high=0.05):
+    out = []
+    for p, y in zip(logps, x, strict=True):
+        new, old = math.exp(p), math.exp(p - y)
+        kl = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+        dropped = (a > 0 and new > old and kl > high) or (a < 0 and new < old and kl > low)
+        out.append(0.0 if dropped else -math.exp(y) * a)
+    return out, out
+
+
+def dro(a, logps, x, tau=1.0):
+    total = sum(x)
+    return [tau / 2 * total**2 / len(x) - a * p for p in logps], [tau * total - a] * len(x)
+
+
+def p3o(a, logps, x):
+    r = [math.exp(y) for y in x]
+    e = sum(r) ** 2 / (len(r) * sum(v * v for v in r))
+    value = [(1 - e) * (math.exp(-y) - 1 + y) - min(v, e) * a * p for v, y, p in zip(r, x, logps, strict=True)]
+    return value, [(1 - e) * (1 - math.exp(-y)) - min(v, e) * a for v, y in zip(r, x, strict=True)]
+
+
+MARKED = (-0.5, -3.0, -0.6)
+"""Log-probabilities of the tokens that a surrogate of marks treats apart."""
+
+
+def kl_cov(a, logps, x, coef=1.0):
+    signs = [(y > 0) - (y < 0) if p in MARKED else 0 for p, y in zip(logps, x, strict=True)]
+    value = [coef * s * y - math.exp(y) * a for s, y in zip(signs, x, strict=True)]
+    return value, [coef * s - math.exp(y) * a for s, y in zip(signs, x, strict=True)]
+
+
+def clip_cov(a, logps, x, low=1.0, high=1.0):
+    value, gradient = token_ppo(a, logps, x, low=low, high=high)
+    kept = [p not in MARKED for p in logps]
+    return [v * k for v, k in zip(value, kept, strict=True)], [g * k for g, k in zip(gradient, kept, strict=True)]
+
+
 # aggregation -> the weight of each of the n token losses of a completion
 WEIGHTS = {
     "sequence mean of token means": lambda n: 1 / (n * B),
@@ -142,6 +180,13 @@ BY_HAND = {
     "topr": (topr, {}, "sequence mean of token sums"),
     "dppo": (dppo, {}, "token mean"),
     "maxrl": (token_ppo, {"low": 0.2, "high": 0.2}, "token mean"),
+    "dppo_kl": (dppo_kl, {}, "token mean"),
+    "dro": (dro, {}, "sequence mean of token sums"),
+    "p3o": (p3o, {}, "token mean"),
+    "kl_cov": (kl_cov, {}, "token mean"),
+    "clip_cov": (clip_cov, {}, "token mean"),
+    "gtpo": (reinforce, {}, "sequence mean of token means"),
+    "tpo": (reinforce, {}, "sequence mean of token sums"),
 }
 USUAL = ("k3", "loss", "group", {}, "sum_then_normalize")
 # row -> KL estimator, its place, advantage, its options, combination where they are not the usual ones
@@ -156,6 +201,9 @@ OTHER_AXES = dict.fromkeys(BY_HAND, USUAL) | {
     "reinforce_pp_baseline": ("k2", "loss", "reinforce_pp_baseline", *USUAL[3:]),
     "topr": ("k3", "loss", "none", *USUAL[3:]),
     "maxrl": ("k3", "loss", "maxrl", *USUAL[3:]),
+    "dro": ("k3", "loss", "none", *USUAL[3:]),
+    "gtpo": ("k3", "loss", "gtpo", *USUAL[3:]),
+    "tpo": ("k3", "loss", "tpo", *USUAL[3:]),
 }
 UNEQUAL = {"epsilon": 0.15, "epsilon_high": 0.35}
 OVERRIDDEN = [
@@ -175,6 +223,10 @@ OVERRIDDEN = [
     ("cispo", {"epsilon_high": 1.3}, {"cap": 1.3}),
     ("gmpo", UNEQUAL, {"low": 0.15, "high": 0.35}),
     ("dppo", UNEQUAL, {"low": 0.15, "high": 0.35}),
+    ("dppo_kl", {"epsilon": 0.01, "epsilon_high": 0.2}, {"low": 0.01, "high": 0.2}),
+    ("dro", {"loss_kwargs": {"tau": 0.3}}, {"tau": 0.3}),
+    ("kl_cov", {"loss_kwargs": {"kl_coef": 0.3}}, {"coef": 0.3}),
+    ("clip_cov", UNEQUAL, {"low": 0.15, "high": 0.35}),
 ]
 
 
@@ -192,6 +244,7 @@ def inputs(dtype, garbage=math.nan):
         "old_per_token_logps": logps - ratios,
         "ref_per_token_logps": logps + torch.tensor([0.4, -0.2, 0.1, 0.3], dtype=torch.float64),
         "advantages": torch.tensor([a for a, _, _ in COMPLETIONS], dtype=torch.float64),
+        "marks": torch.isin(logps, torch.tensor(MARKED, dtype=torch.float64)) | logps.isnan(),
     }
     return {name: value.to(dtype) for name, value in out.items()} | {"mask": (~logps.isnan()).long()}
 

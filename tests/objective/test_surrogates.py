@@ -184,6 +184,47 @@ def test_dppo_drops_by_the_shift_of_probability(advantage, p, p_old, dropped):
     assert out == grad == near([expected])
 
 
+@pytest.mark.parametrize(
+    ("advantage", "p", "p_old", "dropped"),
+    [
+        (2.0, 0.9, 0.7, True),  # KL .7 log(7/9) + .3 log 3 = .154 > .1
+        (2.0, 0.8, 0.7, False),  # .028
+        (2.0, 0.1, 0.9, False),  # against A: never dropped
+        (-2.0, 0.6, 0.7, True),  # .7 log(7/6) + .3 log(3/4) = .0216 > .02
+        (-2.0, 0.65, 0.7, False),  # .0056
+        (2.0, 1e-3, 1e-5, False),  # a ratio of 100, but .001
+    ],
+)
+def test_dppo_drops_by_the_kl_of_drawing_the_token_or_not(advantage, p, p_old, dropped):
+    options = {"epsilon_low": 0.02, "epsilon_high": 0.1, "divergence": "kl"}
+    out, grad = run("dppo", [math.log(p / p_old)], advantage, logps=[math.log(p)], **options)
+    assert out == grad == near([0.0 if dropped else -p / p_old * advantage])
+
+
+@pytest.mark.parametrize("advantage", [1.7, -0.6, 0.0])
+def test_the_gradient_of_dro_is_that_of_its_squared_error(advantage):
+    """(A - tau log S)^2 / (2 tau), differentiated by a complex step, which has no rounding error."""
+    tau, logps = 0.3, [-0.5, -1.2, -2.0]
+    log_ratio = [0.4, -0.1, 0.8]
+    _, grad = run("dro", log_ratio, advantage, logps=logps, tau=tau)
+    step = 1e-30
+    error = (advantage - tau * complex(sum(log_ratio), step)) ** 2 / (2 * tau)
+    assert grad == near([error.imag / step] * 3)
+
+
+@pytest.mark.parametrize("advantage", [1.7, -0.6, 0.0])
+def test_p3o_is_a_policy_gradient_where_ratios_are_equal_and_a_pull_where_one_dominates(advantage):
+    _, grad = run("p3o", [0.4, 0.4, 0.4], advantage)
+    assert grad == near([-advantage] * 3)  # a ratio above 1 is cut to 1
+    _, grad = run("p3o", [-0.4, -0.4], advantage)
+    assert grad == near([-advantage * math.exp(-0.4)] * 2)
+    ratios = [0.0, 0.0, 0.0, 6.0]
+    e = (3 + math.exp(6)) ** 2 / (4 * (3 + math.exp(12)))
+    _, grad = run("p3o", ratios, advantage)
+    assert e < 0.26
+    assert grad == near([-e * advantage] * 3 + [-e * advantage + (1 - e) * (1 - math.exp(-6))])
+
+
 # Clip regions: what the metrics count
 
 
@@ -198,6 +239,8 @@ def test_dppo_drops_by_the_shift_of_probability(advantage, p, p_old, dropped):
         # pi = e^-1.5 = .223 after, pi_old = pi / r: shifts -.384, -.011, 0, .074, .193
         ("dppo", 1.0, {"epsilon_low": 0.01, "epsilon_high": 0.1}, [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]),
         ("dppo", -1.0, {"epsilon_low": 0.01, "epsilon_high": 0.1}, [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]),
+        ("clip_cov", 1.0, {"epsilon_low": 0.01, "epsilon_high": 0.6}, [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]),
+        ("clip_cov", -1.0, {"epsilon_low": 0.01, "epsilon_high": 0.6}, [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]),
     ],
 )
 def test_clip_regions(name, advantage, options, low, high):
@@ -227,6 +270,6 @@ def test_vespo_logs_its_weight():
 
 
 def test_every_surrogate_has_a_reference_here():
-    here = {"clip", "reinforce", "cispo", "sapo", "vespo", "gmpo", "topr", "dppo"}
+    here = {"clip", "reinforce", "cispo", "sapo", "vespo", "gmpo", "topr", "dppo", "dro", "p3o", "kl_cov", "clip_cov"}
     assert {name for name in surrogates if surrogates[name].__module__.startswith("grpo_ext")} == here
-    assert set(REGIONS) == {"clip", "gmpo", "dppo"}
+    assert set(REGIONS) == {"clip", "gmpo", "dppo", "clip_cov"}

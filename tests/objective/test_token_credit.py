@@ -45,7 +45,7 @@ def narrow(per_token_logps, advantages):
 
 OWN = {f.__name__: f"{__name__}:{f.__name__}" for f in (own_token_advantages, own_completion_advantages)}
 GIVES_TOKENS = {
-    **{name: (name in ("turn_return", "gigpo"), {}) for name in estimators},
+    **{name: (name in ("turn_return", "gigpo") or estimators.traits(name).per_token, {}) for name in estimators},
     "reinforce_pp, KL in the reward": (
         True,
         {"advantage_estimator": "reinforce_pp", "beta": 0.1, "kl_placement": "reward", "kl_estimator": "k1"},

@@ -36,6 +36,7 @@ RUNS = {
     "cispo": {"loss_type": "cispo", "dynamic_sampling": "reward", "on_nonfinite": "skip"},
     "vespo": {"loss_type": "vespo", "advantage_estimator": "bernoulli"},
     "beta": {"loss_type": "beta_bnpo"},
+    "p3o": {"loss_type": "p3o", "advantage_estimator": "gtpo"},
     "played": {"advantage_estimator": "gigpo"},
     "ahead": {"rollout_engine": "process", "rollout_ahead": 1, "max_steps": 2},
 }

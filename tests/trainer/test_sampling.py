@@ -56,12 +56,12 @@ def test_rejected_completions_leave_the_denominators_and_masked_ones_stay(loss, 
 
 def test_without_another_sampler_the_old_policy_is_the_ratios_denominator(tmp_path):
     logs = []
-    for old in ("recomputed", "sampler"):
+    for old in ("recomputed", "sampler", "interpolated"):
         settings = {"max_steps": 2, "steps_per_generation": 2, "per_device_train_batch_size": 8}
         trainer = build(tiny.model(), tmp_path, rows=16, rollout=rollout, old_logps=old, learning_rate=0.1, **settings)
         trainer.train()
         logs.append(trainer.state.log_history)
-    assert without_clocks(logs[0]) == without_clocks(logs[1])
+    assert without_clocks(logs[0]) == without_clocks(logs[1]) == without_clocks(logs[2])
     assert logs[1][1]["ratio/chi2"] > 0.1
 
 
@@ -73,8 +73,8 @@ def test_the_samplers_log_probabilities_are_the_ratios_denominator_without_anoth
         made = rollout(prompts, trainer)
         return made | {"logprobs": [[-1.0 if x != x and knows else x for x in row] for row in made["logprobs"]]}
 
-    calls = {}
-    for old in ("recomputed", "sampler"):
+    calls, losses = {}, {}
+    for old in ("recomputed", "sampler", "interpolated"):
         settings = {"max_steps": 2, "steps_per_generation": 2, "per_device_train_batch_size": 8, "epsilon": 10.0}
         trainer = build(tiny.model(), tmp_path, rows=16, rollout=scored, old_logps=old, learning_rate=0.1, **settings)
         trainer.use_vllm = trainer.args.use_vllm = True
@@ -87,8 +87,10 @@ def test_the_samplers_log_probabilities_are_the_ratios_denominator_without_anoth
 
         trainer._scorer.tokens = count
         trainer.train()
+        losses[old] = [entry.get("loss") for entry in trainer.state.log_history]
     assert calls["recomputed"].count(False) == 2  # the correction has one of its own
-    assert calls["sampler"].count(False) == (0 if knows else 1)
+    assert calls["sampler"].count(False) == calls["interpolated"].count(False) == (0 if knows else 1)
+    assert losses["sampler"] == losses["interpolated"] != losses["recomputed"]  # a sampler of no age
     log = trainer.state.log_history[0]
     assert log["ratio/chi2"] > 0.1
     assert log["sampling/mismatch"] > 0.1

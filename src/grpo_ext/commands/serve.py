@@ -80,7 +80,7 @@ def wanted(recipe: Recipe) -> Wanted:
         model=base_path(recipe),
         max_model_len=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
         dtype=None if dtype == "auto" else dtype,
-        logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps == "sampler" or keeps else None,
+        logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps != "recomputed" or keeps else None,
         max_logprobs=c.top_k + TIES if keeps else None,
         weight_transfer=transfer_engine(recipe),
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),

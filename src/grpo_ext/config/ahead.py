@@ -63,7 +63,7 @@ AHEAD_RULES: tuple[Rule, ...] = (
     ),
     Conflict(
         "rollout_ahead vllm_importance_sampling_correction",
-        lambda c: c.rollout_ahead and not c.vllm_importance_sampling_correction and c.old_logps != "sampler",
+        lambda c: c.rollout_ahead and not c.vllm_importance_sampling_correction and c.old_logps == "recomputed",
         "completions of older weights would bias the gradient",
         "Set it to true, or old_logps: sampler, with which the loss takes its ratio to those weights.",
     ),

@@ -170,7 +170,8 @@ class GRPOExtArguments(GRPOConfig):
         "recomputed",
         "The log-probabilities that the loss's ratio is taken to: 'recomputed' (default), those of the policy before "
         "it trains on a generation, by its own forward; 'sampler', those that vLLM or an older policy returned, "
-        "without that forward and without `sampler_correction`.",
+        "without that forward and without `sampler_correction`; 'interpolated', between the two by the age of the "
+        "sampler's weights (A-3PO), without that forward, and weighed by the ratio to the sampler up to 2.",
     )
     losses: list | str | None = described(
         None,
@@ -260,7 +261,7 @@ class GRPOExtArguments(GRPOConfig):
     @property
     def sampler_rules(self) -> tuple[SamplerRule, ...]:
         """`sampler_correction`, settled; empty without a correction of the sampler."""
-        if not self.vllm_importance_sampling_correction or self.old_logps == "sampler":
+        if not self.vllm_importance_sampling_correction or self.old_logps != "recomputed":
             return ()
         if (mode := self.trl_sampler_mode) is not None:
             lower = self.vllm_importance_sampling_clip_min

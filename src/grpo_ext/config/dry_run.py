@@ -14,7 +14,7 @@ from grpo_ext.objective.aggregation import aggregations, step_totals
 from grpo_ext.objective.credit import mixes_tokens
 from grpo_ext.objective.estimate import BrokenRule
 from grpo_ext.objective.kl import kl_estimators
-from grpo_ext.objective.objective import ESTIMATOR_INPUTS, FORWARD_INPUTS, KL_INPUTS, TENSORS, Objective
+from grpo_ext.objective.objective import ESTIMATOR_INPUTS, FORWARD_INPUTS, KL_INPUTS, MARK_INPUTS, TENSORS, Objective
 from grpo_ext.objective.options import asked_for, bind
 from grpo_ext.registry import did_you_mean
 
@@ -85,6 +85,7 @@ def _arguments(objective: Objective) -> Iterator[Problem]:
         (loss, row.function, TENSORS, 0),
         (loss._replace(part="clip_regions"), row.clip_regions, TENSORS, 0),
         (loss._replace(part="metrics"), row.metrics, TENSORS, 0),
+        (loss._replace(part="marks"), row.marks, MARK_INPUTS, 0),
         (_Function("kl_estimator", objective.kl), kl_estimators[objective.kl], KL_INPUTS, 0),
         (estimator, estimators[objective.advantage], ESTIMATOR_INPUTS, 1),
     ):

@@ -76,7 +76,8 @@ def _aggregation(config: GRPOExtArguments) -> Iterator[Problem]:
 def idle_clip(config: GRPOExtArguments) -> str:
     """Return why the clip of the loss cannot act; "" where it can, or the loss has none."""
     updates = (config.steps_per_generation or 1) * config.num_iterations / config.gradient_accumulation_steps
-    old_is_sampler = config.samples_otherwise and config.old_logps == "sampler"
+    sampler = ("sampler",) if config.rollout_ahead else ("sampler", "interpolated")  # which are one without an age
+    old_is_sampler = config.samples_otherwise and config.old_logps in sampler
     if config.objective.row.clip_regions is None or updates > 1 or old_is_sampler:
         return ""
     return (

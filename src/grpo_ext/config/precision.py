@@ -6,6 +6,7 @@ from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.engine_options import QUANTIZES, given_options, quantizes_cache
 from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.errors import Problem
+from grpo_ext.objective.sampler_correction import DEFAULT
 
 NATS = {"float32": "0.001", "float16": "0.005", "bfloat16": "0.03"}
 """Mean difference of log-probabilities, in nats per token, that a working pair of engines stays below: see
@@ -71,6 +72,8 @@ def expected_differences(config: GRPOExtArguments, weights: str) -> Iterator[tup
 def _correction(config: GRPOExtArguments) -> str:
     if config.old_logps == "sampler":
         return "none: the loss takes its ratio to the sampler (old_logps)"
+    if config.old_logps == "interpolated":
+        return f"{DEFAULT[0].describe()}, by interpolated log-probabilities (old_logps)"
     if not (rules := config.sampler_rules):
         return "off: these differences bias the gradient"
     long = any(rule.level == "sequence" and (rule.lower, rule.upper) != (None, None) for rule in rules)
@@ -80,7 +83,7 @@ def _correction(config: GRPOExtArguments) -> str:
 
 def coarse_warnings(config: GRPOExtArguments) -> Iterator[Problem]:
     """Warn of a sampler that is coarser than the policy by choice, and is not corrected for."""
-    if config.use_vllm and not config.vllm_importance_sampling_correction and config.old_logps != "sampler":
+    if config.use_vllm and not config.vllm_importance_sampling_correction and config.old_logps == "recomputed":
         for key, value in coarse_options(config).items():
             reason = "the sampler is another distribution than the policy, and nothing corrects for it"
             yield Problem(f"vllm_engine_kwargs.{key}", value, reason, "Set vllm_importance_sampling_correction: true.")

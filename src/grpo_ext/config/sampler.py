@@ -131,11 +131,12 @@ def _once(config: GRPOExtArguments) -> Iterator[Problem]:
     if given is not None and not config.vllm_importance_sampling_correction:
         switch: dict[str, object] = {"vllm_importance_sampling_correction": False}
         yield Problem(FIELD, given, "the correction is switched off", "Remove one of them.", switch)
-    if old == "sampler" and (given is not None or of_trl):
+    if old != "recomputed" and (given is not None or of_trl):
         beside = {FIELD: given} if given is not None else of_trl
-        reason = "the loss's own ratio is then the one to the sampler, and a correction would count it twice"
+        own = "ratio is then the one" if old == "sampler" else "weights are then those of the ratio"
+        reason = f"the loss's own {own} to the sampler, and a correction would count it twice"
         yield Problem("old_logps", old, reason, "Keep one of them.", beside)
-    if old == "sampler" and not find(config.loss_type).off_policy:
+    if old != "recomputed" and not find(config.loss_type).off_policy:
         reason = "this loss has no ratio to old log-probabilities, so the sampler's would not enter it"
         yield Problem("old_logps", old, reason, "Set old_logps: recomputed.", {"loss_type": config.loss_type})
 

@@ -102,7 +102,7 @@ SETTINGS: dict[str, Setting] = {
         missing_rewards=Setting(choices=("renormalize", "zero")),
         loss_aggregation=Setting(choices=aggregations, function=True),
         top_entropy_quantile=Setting(_UNIT),
-        old_logps=Setting(choices=("recomputed", "sampler")),
+        old_logps=Setting(choices=("recomputed", "sampler", "interpolated")),
     ),
     # The sampler's correction.
     **_group(

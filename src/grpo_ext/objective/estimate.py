@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_ext.errors import Problem
-from grpo_ext.objective import turn_advantages  # noqa: F401 (its estimators are in the registry once it is imported)
+from grpo_ext.objective import token_advantages, turn_advantages  # noqa: F401 (their estimators are in the registry)
 from grpo_ext.objective.advantages import Rewards, TokenRewards, estimators, zero_variance
 from grpo_ext.objective.options import bind
 

@@ -55,8 +55,11 @@ class Loss:
     metrics: Callable[..., Mapping[str, Any]] | None = None
     """Takes the same, returns further metrics by name, each [batch, time] or [batch, 1].
 
-    Where this, `clip_regions` or `conflict` is None, a registered surrogate's own is taken.
+    Where this, `clip_regions`, `marks` or `conflict` is None, a registered surrogate's own is taken.
     """
+    marks: Callable[..., Any] | None = None
+    """Takes the `advantages` of a whole generation, what else an estimator may request of its tokens, and the options;
+    returns the tokens [groups, completions, time] that the surrogate sees as `marks`."""
     per_completion: bool = False
     """True if it has one term for a whole completion at every level, so that no token can be left out."""
     off_policy: bool = True
@@ -130,7 +133,7 @@ def find(loss_type: str) -> Loss:
 
 
 def _row(*names: str, **row: Any) -> None:
-    losses.register(*names)(Loss(silent_at_zero=True, **row))
+    losses.register(*names)(Loss(**{"silent_at_zero": True} | row))
 
 
 _REINFORCE: Mapping[str, Any] = {"surrogate": "reinforce", "levels": ("token",), "off_policy": False}
@@ -317,9 +320,72 @@ _row(
     levels=("token",),
 )
 _row(
+    "dppo_kl",
+    surrogate="dppo",
+    paper="DPPO-Binary-KL, arXiv:2602.04879",
+    formula="-(1/N) sum_it r A, without tokens with A (pi - pi_old) > 0 and KL > eps, "
+    "KL = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))",
+    levels=("token",),
+    options={"divergence": "kl", "epsilon_low": 0.05, "epsilon_high": 0.05},
+)
+_row(
     "maxrl",
     surrogate="clip",
     paper="MaxRL, arXiv:2602.02710",
     formula="-(1/N) sum_it min(r A, clip(r, 1-eps, 1+eps) A), A = (R - mean) / mean",
     advantage="maxrl",
+)
+_row(
+    "dro",
+    surrogate="dro",
+    paper="DRO, arXiv:2405.19107, with the group's mean for its value and the sampling policy for its reference, "
+    "as Kimi k1.5, arXiv:2501.12599",
+    formula="(1/B) sum_i (tau / 2) (log S)^2 - A log pi(o_i), A = R - mean",
+    ratio="product",
+    levels=("product",),
+    advantage="none",
+    aggregation="seq-mean-token-sum",
+    silent_at_zero=False,
+)
+_row(
+    "p3o",
+    surrogate="p3o",
+    paper="P3O, arXiv:2605.12380, with the effective sample size of each completion in place of the batch's",
+    formula="(1/N) sum_it (1 - e) (1/r + log r - 1) - stopgrad(min(r, e)) A l, e = (sum_t r)^2 / (n sum_t r^2)",
+    levels=("token",),
+    silent_at_zero=False,
+)
+_row(
+    "kl_cov",
+    surrogate="kl_cov",
+    paper="KL-Cov, arXiv:2505.22617",
+    formula="(1/N) sum_it m |log r| - r A, m = 1 for the highest (A - mean A) (l - mean l) of the generation, else 0",
+    levels=("token",),
+    silent_at_zero=False,
+)
+_row(
+    "clip_cov",
+    surrogate="clip_cov",
+    paper="Clip-Cov, arXiv:2505.22617",
+    formula="-(1/N) sum_it min(r A, clip(r, 1-eps_low, 1+eps_high) A), without some tokens of the generation with "
+    "(A - mean A) (l - mean l) from 1 to 5",
+    levels=("token",),
+)
+_row(
+    "gtpo",
+    **_REINFORCE,
+    paper="GTPO, arXiv:2508.03772",
+    formula="-(1/G) sum_i (1/n_i) sum_t exp(l - stopgrad(l)) A lam, A = R - mean - 0.1 H, lam = 2 or 0 for tokens "
+    "that right and wrong completions begin or end with",
+    advantage="gtpo",
+    aggregation="seq-mean-token-mean",
+)
+_row(
+    "tpo",
+    **_REINFORCE,
+    paper="Target Policy Optimization, arXiv:2604.06159",
+    formula="-(1/B) sum_i A log pi(o_i), A = G (q - p), p = softmax of log pi(o) in the group, "
+    "q = p exp(u) / sum_j p_j exp(u_j)",
+    advantage="tpo",
+    aggregation="seq-mean-token-sum",
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from grpo_ext.objective.advantages import LogMetric, Rewards, estimators
@@ -19,13 +19,17 @@ from grpo_ext.objective.losses import Loss, find
 from grpo_ext.objective.options import asked_for, bind, option_defaults
 from grpo_ext.objective.ratios import full_precision, masked, on_tokens, ratios
 
-TENSORS = ("log_ratio", "advantages", "per_token_logps", "old_per_token_logps", "mask", "importance_sampling_ratio")
+TENSORS = (
+    *("log_ratio", "advantages", "per_token_logps", "old_per_token_logps"),
+    *("mask", "importance_sampling_ratio", "marks"),
+)
 """Tensors that a surrogate, its clip regions and its metrics may request."""
 KL_INPUTS = ("log_ref_ratio", "log_ratio", "mask")
 TURN_INPUTS = ("turn_rewards", "turns", "states")
 FORWARD_INPUTS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logps", "entropies")
 """What an estimator sees of a forward."""
 TOKEN_INPUTS = ("mask", "completion_mask", "completion_ids", "sampling_per_token_logps", *FORWARD_INPUTS)
+MARK_INPUTS = ("advantages", *TOKEN_INPUTS)
 ESTIMATOR_INPUTS = ("history", "log_metric", "kl_rewards", *TURN_INPUTS, *TOKEN_INPUTS, "columns")
 
 
@@ -144,8 +148,9 @@ class Objective:
 
     @property
     def estimator_inputs(self) -> frozenset[str]:
-        """Names of what the estimator requests beside rewards."""
-        return frozenset(asked_for(estimators[self.advantage])[1:])
+        """Names of what the estimator requests beside rewards, and the marks of the surrogate beside advantages."""
+        marks = () if self.row.marks is None else asked_for(self.row.marks)
+        return frozenset((*asked_for(estimators[self.advantage])[1:], *marks)) - {"advantages"}
 
     @property
     def sees_tokens(self) -> bool:
@@ -187,6 +192,7 @@ class Objective:
             "advantages": advantages.unsqueeze(1) if advantages.dim() == 1 else masked(advantages, mask),
             "mask": mask,
             "importance_sampling_ratio": sampler,
+            "marks": masked(fixed.get("marks", torch.zeros_like(old)).to(old.dtype), mask),
             "log_ratio": self.log_ratio(per_token_logps - old, mask),
         }
         if self.kl_in_loss:
@@ -259,6 +265,13 @@ class Objective:
         combine = combinations[self.combination]
         kwargs = {"missing": self.missing_rewards} if "missing" in option_defaults(combine) else {}
         return combine(rewards, weights, estimated, **kwargs)
+
+    def marks(self, advantages: Tensor, tokens: Mapping[str, Any]) -> Bool[Tensor, "groups completions time"] | None:
+        """Return the tokens of a generation that the surrogate treats apart; None where it marks none."""
+        if self.row.marks is None:
+            return None
+        found: Tensor = bind(self.row.marks, {**tokens, "advantages": advantages})(**self.options)
+        return found & tokens["mask"].bool()
 
     def less_kl(
         self,

@@ -210,6 +210,19 @@ def statistic(
     return total / live_tokens(live, total.dtype) if rule.level == "geometric" else total
 
 
+def interpolated(
+    policy_logps: Float[Tensor, "batch time"], sampler_logps: Float[Tensor, "batch time"], share: float
+) -> Float[Tensor, "batch time"]:
+    """l_mu + alpha (l - l_mu): log-probabilities of the policy before training, without a forward of its own.
+
+    alpha, the `share`, is (v_prox - v_mu) / (v - v_mu), with v the number of optimizer steps behind the weights of
+    that policy, of the sampler and of the present policy: 1 before the first update, when it is exact, and 0 where
+    the sampler has the weights that begin to train. In the authors' code v counts training steps, and v_prox is always
+    v - 1. A-3PO, arXiv:2512.06547.
+    """
+    return sampler_logps + share * (policy_logps - sampler_logps)
+
+
 def bernoulli_kl(
     first: Float[Tensor, "batch time"], second: Float[Tensor, "batch time"]
 ) -> Float[Tensor, "batch time"]:

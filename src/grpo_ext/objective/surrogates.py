@@ -8,7 +8,8 @@ a recipe may set. The available tensors, all zero or 1 under the mask:
 - `per_token_logps`, `old_per_token_logps` [batch, time]: l and l_old;
 - `mask` [batch, time]: the live completion tokens;
 - `importance_sampling_ratio` [batch, 1 or time] or None: the sampler's correction; a surrogate that requests it
-  applies it, all others are multiplied by it.
+  applies it, all others are multiplied by it;
+- `marks` [batch, time]: 1 on the tokens that the surrogate's `marks` chose from the whole generation.
 
 A loss of shape [batch, 1] has the same value on every token of the completion. Losses are minimised.
 
@@ -16,32 +17,19 @@ Clip regions and metrics of a surrogate request tensors and options in the same 
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from grpo_ext.objective import anchored_surrogates, covariance  # noqa: F401 (their surrogates are in the registry)
 from grpo_ext.objective.options import Within
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, live_tokens
-from grpo_ext.registry import Registry
+from grpo_ext.objective.sampler_correction import bernoulli_kl
+from grpo_ext.objective.surrogate_traits import Regions as Regions
+from grpo_ext.objective.surrogate_traits import surrogates as surrogates
 
-
-@dataclass(frozen=True)
-class SurrogateTraits:
-    """Functions registered with a surrogate; a row of `Loss`, which explains the fields, may replace them."""
-
-    conflict: Callable[..., str | None] | None = None
-    clip_regions: Callable[..., tuple[Tensor, Tensor]] | None = None
-    metrics: Callable[..., Mapping[str, Tensor]] | None = None
-
-
-surrogates: Registry = Registry("surrogate", SurrogateTraits)
-
-Regions = tuple[Bool[Tensor, " batch #time"], Bool[Tensor, " batch #time"]]
-"""Tokens whose gradient clipping has changed: (cut from below, cut from above)."""
 RatioCap = Annotated[
     float,
     Within(
@@ -253,6 +241,9 @@ def topr(
     return -torch.where(advantages >= 0, torch.ones_like(taper), taper) * advantages * per_token_logps
 
 
+Divergence = Literal["tv", "kl"]
+
+
 @torch.no_grad()
 def dppo_regions(
     advantages: Float[Tensor, " batch #time"],
@@ -261,10 +252,13 @@ def dppo_regions(
     *,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
+    divergence: Divergence = "tv",
 ) -> Regions:
     """Return where `dppo` drops."""
-    shift = per_token_logps.exp() - old_per_token_logps.exp()
-    return (advantages < 0) & (shift < -epsilon_low), (advantages > 0) & (shift > epsilon_high)
+    shift = distance = per_token_logps.exp() - old_per_token_logps.exp()
+    if divergence == "kl":
+        distance = shift.sign() * bernoulli_kl(old_per_token_logps, per_token_logps)
+    return (advantages < 0) & (distance < -epsilon_low), (advantages > 0) & (distance > epsilon_high)
 
 
 @surrogates.register("dppo", clip_regions=dppo_regions)
@@ -276,13 +270,21 @@ def dppo(
     *,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
+    divergence: Divergence = "tv",
 ) -> Float[Tensor, "batch time"]:
     r"""-r A, without the tokens whose probability has already moved too far in the direction of A.
 
     Dropped: A > 0 and pi - pi_old > eps_high, or A < 0 and pi - pi_old < -eps_low. The trust region is in total
-    variation, not in the ratio. DPPO-TV, arXiv:2602.04879.
+    variation, not in the ratio. With `divergence: kl` a token is dropped for the same shift of direction where
+    KL(b_old, b) > eps, of whether the token is drawn or not: pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) /
+    (1 - pi)). DPPO-Binary-TV and DPPO-Binary-KL, arXiv:2602.04879.
     """
     low, high = dppo_regions(
-        advantages, per_token_logps, old_per_token_logps, epsilon_low=epsilon_low, epsilon_high=epsilon_high
+        advantages,
+        per_token_logps,
+        old_per_token_logps,
+        epsilon_low=epsilon_low,
+        epsilon_high=epsilon_high,
+        divergence=divergence,
     )
     return torch.where(low | high, 0.0, -log_ratio.exp() * advantages)

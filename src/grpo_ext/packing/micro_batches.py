@@ -29,6 +29,8 @@ class MicroBatch(TypedDict, total=False):
     """The sets that a truncated sampler drew each row's tokens from, as in `sampling_support`."""
     advantages: Tensor
     """[rows] or [rows, time]."""
+    marks: Tensor
+    """Tokens that the surrogate treats apart."""
     num_items_in_batch: Tensor
     """Live tokens of the generation, over all processes."""
     old_per_token_logps: Tensor

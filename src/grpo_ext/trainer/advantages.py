@@ -71,11 +71,14 @@ class AssignedAdvantages:
     """Groups in which no token has an advantage."""
     mask: Tensor | None = None
     """Live tokens [groups, completions, time], where the estimator sees tokens."""
+    marks: Tensor | None = None
+    """Tokens [groups, completions, time] that the surrogate treats apart, where it does."""
 
-    def local(self, rank: int, rows: int, width: int) -> Tensor:
-        """Return the advantages of one process's rows, [rows] or [rows, width]."""
-        mine = self.advantages.flatten(0, 1)[rank * rows :][:rows]
-        return (mine if mine.dim() == 1 else mine[:, :width]).clone()
+    def local(self, rank: int, rows: int, width: int, device: torch.device) -> dict[str, Tensor]:
+        """Return the columns of one process's rows: `advantages`, [rows] or [rows, width], and `marks`."""
+        columns = {"advantages": self.advantages, "marks": self.marks}
+        mine = {name: x.flatten(0, 1)[rank * rows :][:rows] for name, x in columns.items() if x is not None}
+        return {name: (x if x.dim() == 1 else x[:, :width]).clone().to(device) for name, x in mine.items()}
 
     def by_completion(self) -> Float[Tensor, " completions"]:
         """Return the mean advantage over the live tokens of each completion."""
@@ -139,7 +142,8 @@ class Advantages:
             log_metric = self.log.add if training else _ignore
             values = self._estimated(rewards, wide, total, tokens, log_metric, remember=training)
             values = values.to(trl.advantages.dtype)
-            credited = AssignedAdvantages(values, total, _silent(values), tokens.get("mask"))
+            marks = self.objective.marks(values, tokens)
+            credited = AssignedAdvantages(values, total, _silent(values), tokens.get("mask"), marks)
         self.log.add("advantages/zero_variance_groups", credited.silent.double().mean().item())
         if training:
             self.monitor.add(rewards, bool(credited.silent.all()))

@@ -86,6 +86,13 @@ class Collector:
         """Return by how many windows the weights that sampled the generation are older than the policy's."""
         return 0 if self.ahead is None else self.ahead.age
 
+    @property
+    def proximal_share(self) -> float:
+        """Return alpha of `sampler_correction.interpolated` for the present step of the window."""
+        trainer, size = self.trainer, self.trainer.args.gradient_accumulation_steps
+        before, since = self.age * trainer._uses, trainer._step % trainer._uses // size * size
+        return before / (before + since) if before else 0.0
+
     def generation(self, rows: list[Row]) -> RolloutBatch:
         """Return the next generation of the trainer, in training or evaluation; collective."""
         trainer, training = self.trainer, self.trainer.model.training
@@ -187,7 +194,7 @@ class Collector:
     def _by_trl(self, stock: Callable[[list], Any], prompts: list) -> Generated:
         """Complete prompts by TRL's loop, or a user's rollout function, which it calls."""
         trainer, generated = self.trainer, Generated(*stock(prompts))
-        needed = trainer._sampler_corrected or (trainer.use_vllm and trainer.args.old_logps == "sampler")
+        needed = trainer._sampler_corrected or (trainer.use_vllm and trainer.args.old_logps != "recomputed")
         if needed and generated.logprobs is None:
             reason = "it returned no logprobs, to which the loss with use_vllm: true takes its ratio"
             cure = "Return vLLM's log-probability of each token, or set vllm_importance_sampling_correction: false"

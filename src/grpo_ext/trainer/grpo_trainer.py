@@ -393,7 +393,8 @@ class GRPOExtTrainer(Lifecycle):
         device, rank = self.accelerator.device, self.accelerator.process_index
         group = self.num_generations if mode == "train" else self.num_generations_eval
         credited = self._advantages.assign(rollouts, self.reward_weights, seen, group)
-        batch["advantages"] = credited.local(rank, *batch["completion_ids"].shape).to(device)
+        rows, width = batch["completion_ids"].shape
+        batch |= credited.local(rank, rows, width, device)
         if mode == "train":
             assert rollouts.rewards is not None
             record = row_record(rollouts.rewards, credited.total.flatten(), rollouts.scored_ids, rank, group)
@@ -423,7 +424,7 @@ class GRPOExtTrainer(Lifecycle):
             "sampling_per_token_logps": sampler,
         }
         if policy is not None and "old_per_token_logps" in asked:
-            offered["old_per_token_logps"] = self._loss.denominators(policy, batch)
+            offered["old_per_token_logps"] = self._loss.denominators(policy, batch, self.collector.proximal_share)
         seen = {name: values for name, values in offered.items() if name in asked and values is not None}
         if self.objective.kl_in_reward:
             assert policy is not None
@@ -557,7 +558,8 @@ class GRPOExtTrainer(Lifecycle):
         count = sum(not part.is_spare for part in parts)
         for part in parts:
             last = part is parts[-1]
-            at = Moment(mode == "train", accumulation, self._sampler_corrected, self._entropy_coef.value, count)
+            weighed, coef = self._sampler_corrected, self._entropy_coef.value
+            at = Moment(mode == "train", accumulation, weighed, coef, count, self.collector.proximal_share)
             with nullcontext() if last else more_to_come(self.accelerator, model):
                 heads = self._added.teacher_heads(self._unwrapped, part.inputs) if added else []
                 output = self._loss(self._scores(model, part.inputs, part.live), part, totals, at)

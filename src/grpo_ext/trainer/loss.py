@@ -16,6 +16,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import masked
+from grpo_ext.objective.sampler_correction import DEFAULT, corrected, interpolated
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask
 from grpo_ext.packing.policy import Scores
 from grpo_ext.packing.token_budget import Part
@@ -37,6 +38,8 @@ class Moment(NamedTuple):
     """Weight of the entropy bonus; None without one."""
     parts: int
     """Parts of the micro-batch."""
+    proximal: float = 0.0
+    """Place of the policy before training between sampler, 0, and policy, 1: for `old_logps: interpolated`."""
 
 
 class LossOutput(NamedTuple):
@@ -78,7 +81,7 @@ class Loss:
         mask = live_mask(inputs)
         if at.training:  # at the first step of a generation the policy is the old one
             inputs = {"old_per_token_logps": logps.detach(), **inputs}
-        tensors = objective.tensors(logps, self._with_samplers_old(logps, inputs, live), mask)
+        tensors = objective.tensors(logps, self._with_samplers_old(logps, inputs, live, at.proximal), mask)
         entropy_mask = None
         if self.args.top_entropy_quantile < 1.0:
             entropy_mask = high_entropy_mask(self.accelerator, entropies, mask, 1 - self.args.top_entropy_quantile)
@@ -109,20 +112,36 @@ class Loss:
         seen = entropies if live is None else entropies.detach().masked_fill(~live[:, None], torch.nan)
         return LossOutput(loss, logps, per_token_loss, seen, figures)
 
-    def _with_samplers_old(self, logps: Tensor, inputs: MicroBatch, live: Tensor | None) -> MicroBatch:
-        """Return rows whose old log-probabilities are the sampler's, where it has them, if so configured."""
+    def _with_samplers_old(
+        self, logps: Tensor, inputs: MicroBatch, live: Tensor | None, proximal: float
+    ) -> MicroBatch:
+        """Return rows whose old log-probabilities are the sampler's, where it has them, if so configured.
+
+        Between sampler and policy, the rows also have the weights of the old policy's ratio to the sampler.
+        """
         old = inputs.get("old_per_token_logps", logps.detach())
-        sampler = self.denominators(old, inputs)
+        sampler = self.denominators(old, inputs, proximal, logps.detach())
         if sampler is old:
             return inputs
+        if self.args.old_logps == "interpolated":
+            known = inputs["sampling_per_token_logps"].to(sampler.dtype)
+            weights = corrected(DEFAULT, sampler, known, live_mask(inputs)).weights
+            inputs = {**inputs, "importance_sampling_ratio": weights}
         return {**inputs, "old_per_token_logps": sampler if live is None else torch.where(live[:, None], sampler, old)}
 
-    def denominators(self, old: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """Return the log-probabilities in the ratio's denominator: `old`, or the sampler's where it has them."""
+    def denominators(
+        self, old: Tensor, batch: Mapping[str, Any], proximal: float, policy: Tensor | None = None
+    ) -> Tensor:
+        """Return the log-probabilities in the ratio's denominator: `old`, or the sampler's where it has them.
+
+        With `old_logps: interpolated` they lie between the sampler's and those of `policy`, by default `old`.
+        """
         args = self.args
         if args.old_logps == "recomputed" or not args.samples_otherwise or "sampling_per_token_logps" not in batch:
             return old
         sampler = batch["sampling_per_token_logps"].to(old.dtype)
+        if args.old_logps == "interpolated":
+            sampler = interpolated(old if policy is None else policy, sampler, proximal)
         return torch.where(sampler.isnan(), old, sampler)
 
     def _factors(
@@ -139,8 +158,10 @@ class Loss:
             )
         if entropy_mask is not None:
             yield entropy_mask
-        if at.corrects_sampler and not self.objective.corrects_sampler:
-            yield tensors["importance_sampling_ratio"]
+        weights = tensors["importance_sampling_ratio"]
+        weighed = at.corrects_sampler or (self.args.old_logps == "interpolated" and weights is not None)
+        if weighed and not self.objective.corrects_sampler:
+            yield weights
 
     def _entropy(
         self, entropies: Tensor, mask: Tensor, entropy_mask: Tensor | None, totals: StepTotals, at: Moment
