@@ -9,7 +9,8 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ from trl.trainer.utils import create_model_from_path
 
 from grpo_ext.child_processes import kill_children
 from grpo_ext.config.adapters import Base, base_of, with_adapter
-from grpo_ext.config.launch import check_announced, rank, write_exit_code
+from grpo_ext.config.launch import check_announced, write_exit_code
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data.config import is_generated
 from grpo_ext.data.files import is_path
-from grpo_ext.data.given import Checked
 from grpo_ext.errors import (
     NOT_FINISHED,
     AttemptsFailed,
@@ -47,30 +47,30 @@ from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.packing.collective import is_out_of_memory
 from grpo_ext.recipe.launching import check_launched, launch_of
 from grpo_ext.recipe.loading import datasets_of, load_processor, load_tokenizer, model_path, rows_of
-from grpo_ext.recipe.look import Look, findings, prompt_findings
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe, print_help
+from grpo_ext.recipe.preflight import Preflight, data_of
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.terminal import safe_output
 from grpo_ext.trainer.checkpoints.identity import record_of
 from grpo_ext.trainer.checkpoints.starting import beginning, make_room
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.trainer.output_lock import output_lock
+from grpo_ext.trainer.setup import check
 from grpo_ext.versions import naming_untested
 
 logger = logging.getLogger(__name__)
 
 
-def build_trainer(recipe: Recipe, record: dict[str, Any] | None = None) -> GRPOExtTrainer:
-    """Return the trainer that a recipe describes, with model, data and rewards loaded; `record` identifies the run."""
+def build_trainer(
+    recipe: Recipe, record: dict[str, Any] | None = None, sets: Mapping[str, Any] = {}
+) -> GRPOExtTrainer:
+    """Return the trainer that a recipe describes, with model, data and rewards loaded.
+
+    `record` identifies the run; `sets` are the rows of its evaluation sets by the names that messages use.
+    """
     model, training = recipe.model, recipe.training
     tokenizer = load_tokenizer(recipe)
-    train_dataset, eval_dataset = datasets_of(recipe, tokenizer)
-    problems, notes = findings(recipe, train_dataset, tokenizer, test=eval_dataset)
-    if problems:
-        raise ConfigError(problems)
-    for note in notes if rank() == 0 else ():
-        logger.warning(note)
     runtime = Runtime(
         recipe.rewards,
         workers=recipe.script.reward_workers,
@@ -79,18 +79,19 @@ def build_trainer(recipe: Recipe, record: dict[str, Any] | None = None) -> GRPOE
         seed=training.seed,
     )
     base = base_of(model_path(recipe), model.model_revision)
-    trainer = GRPOExtTrainer(
-        model=model_path(recipe) if base is None else adapted_policy(recipe, base, tokenizer),
-        reward_funcs=runtime.functions,
-        args=training.changed(model_init_kwargs=None if base else init_kwargs(recipe)),
-        train_dataset=Checked(train_dataset),
-        eval_dataset=Checked(eval_dataset),
+    ready = check(
+        model_path(recipe),
+        runtime.functions,
+        training.changed(model_init_kwargs=None if base else init_kwargs(recipe)),
+        data_of(*datasets_of(recipe, tokenizer), sets),
+        recipe.environments,
         processing_class=load_processor(recipe) if base is None else tokenizer,
         quantization_config=None if base else get_quantization_config(model),
         peft_config=get_peft_config(model),
-        environments=recipe.environments,
-        reward_memory_gib=recipe.script.reward_memory_gib,
     )
+    if base is not None:
+        ready = replace(ready, model=adapted_policy(recipe, base, tokenizer))
+    trainer = GRPOExtTrainer.of(ready, recipe.script.reward_memory_gib)
     trainer.recipe_record = _record(recipe) if record is None else record
     return trainer
 
@@ -164,18 +165,11 @@ def _train(recipe: Recipe) -> GRPOExtTrainer | None:
     tokenizer = load_tokenizer(recipe) if recipe.eval_sets else None
     sets = [(chosen, rows_of(chosen, recipe, tokenizer)) for chosen in recipe.eval_sets]
     show(f"Loading {model_path(recipe)}.")
-    trainer = build_trainer(recipe, record)
+    trainer = build_trainer(recipe, record, {f"eval_sets: {chosen.name}": rows for chosen, rows in sets})
     if begin.checkpoint:
         show(f"Resuming from {begin.checkpoint}.")
     for message in filter(None, [begin.repeated, make_room(training, begin)]):
         show(message)
-    for chosen, rows in sets:
-        name = f"eval_sets: {chosen.name}"
-        problems, notes = prompt_findings(recipe, tokenizer, rows, name, trainer.train_dataset)
-        if problems:
-            raise ConfigError(problems)
-        for note in notes if rank() == 0 else ():
-            logger.warning(note)
     if sets:
         trainer.add_callback(DuringTraining(trainer, sets, recipe.script.reward_workers))
     trainer.train(resume_from_checkpoint=begin.checkpoint)
@@ -215,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_announced()
         check_launched(launch_of(argv))
         with naming_untested():
-            train(load_recipe(argv, Look(data=False)))
+            train(load_recipe(argv, Preflight(data=False)))
     except DataError as error:
         print(ConfigError(error.problems), file=sys.stderr)
         leave(2)

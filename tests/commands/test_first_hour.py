@@ -19,8 +19,8 @@ from grpo_ext.config import machine
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.evaluation.results import figures
 from grpo_ext.recipe.files import recipes_folder
-from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.trainer import callbacks
 from grpo_ext.trainer.notices import without_notices
 from grpo_ext.trainer.signals import Signals, signals
@@ -168,15 +168,17 @@ def test_null_on_the_command_line_unsets_a_key(tmp_path, capsys):
     with pytest.raises(
         ConfigError, match=r"dataset_config='main': .* is one file. Unset dataset_config \(--dataset_config null\)"
     ):
-        load_recipe(mine, Look())
-    recipe = load_recipe([*mine, "--dataset-config", "null", "--system_prompt", "null", "--use_cpu", "true"], Look())
+        load_recipe(mine, Preflight())
+    recipe = load_recipe(
+        [*mine, "--dataset-config", "null", "--system_prompt", "null", "--use_cpu", "true"], Preflight()
+    )
     assert (recipe.script.dataset_config, recipe.data.answer_format, recipe.data.system_prompt) == (None, None, None)
     assert recipe.data.prompt_column == "question"
     mine[3] = str(tmp_path / "sets")
     with pytest.raises(
         ConfigError, match=r"dataset_config='main': .*sets has no such configuration.*--dataset_config null"
     ):
-        load_recipe(mine, Look())
+        load_recipe(mine, Preflight())
 
 
 def test_a_set_without_data_of_its_own_cannot_name_a_split_of_a_mixture(tmp_path):
@@ -187,7 +189,7 @@ def test_a_set_without_data_of_its_own_cannot_name_a_split_of_a_mixture(tmp_path
     recipe["eval_sets"] = [{"name": "hard", "split": "test"}]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(ConfigError, match=r"hard: split='test': datasets has no splits by name\. Set dataset_name"):
-        load_recipe(["--config", str(tmp_path / "mine.yaml")], Look())
+        load_recipe(["--config", str(tmp_path / "mine.yaml")], Preflight())
 
 
 def test_a_packaged_recipe_is_printed_to_be_copied(capsys):

@@ -14,7 +14,7 @@ from transformers import training_args
 from trl import GRPOConfig, TrlParser
 
 from grpo_ext import GRPOExtConfig
-from grpo_ext.config import machine
+from grpo_ext.config import grpo_config, machine
 from grpo_ext.config.grpo_config import KWARGS
 from grpo_ext.config.launch import planned_processes, planning, world_size
 from grpo_ext.config.settings import SETTINGS, Change, change_of
@@ -261,6 +261,9 @@ def test_a_launch_planned_for_a_gpu_is_not_refused_here(monkeypatch):
     gpu = {"report_to": "none", "gradient_checkpointing": False}
     with pytest.raises(ConfigError, match="bf16=True: Your setup doesn't support bf16"):
         GRPOExtConfig(**gpu, bf16=True)
+    monkeypatch.setattr(grpo_config, "choose_cpu", lambda config: None)
+    with pytest.raises(ConfigError, match=r"bf16=True: Your setup doesn't support bf16.*has fp16: true"):  # by default
+        GRPOExtConfig(**gpu)
     with planned_processes(1):
         planned = GRPOExtConfig(**gpu, tf32=True, bf16_full_eval=True)
     assert (planned.bf16, planned.tf32, planned.bf16_full_eval) == (True, True, True)

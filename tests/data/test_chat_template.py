@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from grpo_ext.data.chat_template import template_problems, template_text
 from grpo_ext.errors import ConfigError
-from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.train import train
 from support import tiny
 
@@ -44,10 +44,10 @@ def test_a_template_is_rendered_before_data_are_downloaded(tmp_path, template, s
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     if expected is None:
-        load_recipe(["--config", str(tmp_path / "recipe.yaml")], Look())
+        load_recipe(["--config", str(tmp_path / "recipe.yaml")], Preflight())
         return
     with pytest.raises(ConfigError) as refused:
-        load_recipe(["--config", str(tmp_path / "recipe.yaml")], Look())
+        load_recipe(["--config", str(tmp_path / "recipe.yaml")], Preflight())
     (problem,) = refused.value.problems
     assert str(problem).startswith("chat_template")
     assert expected in str(problem)

@@ -17,8 +17,8 @@ from grpo_ext.data.loading import load_datasets
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.recipe.loading import rows_of
-from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.preflight import Preflight
 from support import tiny
 
 
@@ -116,9 +116,9 @@ def test_check_counts_prompts_of_both_splits_and_of_evaluation_sets(tmp_path, en
     if environments:
         recipe |= {"environments": ["guess"], "reward_funcs": ["format"]}
     (tmp_path / "r.yaml").write_text(json.dumps(recipe))
-    look = Look()
+    preflight = Preflight()
     told = " ".join(
-        line for _, line in plan(load_recipe(["--config", str(tmp_path / "r.yaml")], look), look)["Warnings"]
+        line for _, line in plan(load_recipe(["--config", str(tmp_path / "r.yaml")], preflight), preflight)["Warnings"]
     )
     assert ("5 of the 6 rows of the evaluation data have a prompt" in told) != environments
     assert ("5 of the 6 rows of eval_sets: again have a prompt" in told) != environments
@@ -160,8 +160,8 @@ def test_an_evaluation_set_is_another_level_of_the_trained_task(tmp_path):
     recipe |= {"dataset_name": "reasoning_gym/chain_sum", "dataset_kwargs": {"max_terms": 3, "size": 40}}
     recipe |= {"eval_sets": entries, "output_dir": str(tmp_path / "out"), "test_size": 8}
     (tmp_path / "r.yaml").write_text(json.dumps(recipe))
-    look = Look()
-    loaded = load_recipe(["--config", str(tmp_path / "r.yaml")], look)
+    preflight = Preflight()
+    loaded = load_recipe(["--config", str(tmp_path / "r.yaml")], preflight)
     hard, seen, again, other, adds = ([*rows_of(chosen, loaded, None)] for chosen in loaded.eval_sets)
     assert [*map(len, (hard, seen, again, other, adds))] == [24, 5, 7, 500, 6]
     assert again == hard[:7]
@@ -170,7 +170,7 @@ def test_an_evaluation_set_is_another_level_of_the_trained_task(tmp_path):
         seed = 2**30 if split == "test" else 0
         drawn = reasoning_gym.create_dataset("chain_sum", **{**LEVEL, "seed": seed})[0]["question"]
         assert first[0]["prompt"][0]["content"] == drawn
-    assert not look.notes
+    assert not preflight.notes
 
 
 @pytest.mark.extra("tasks")
@@ -187,7 +187,7 @@ def test_check_refuses_an_evaluation_set_that_could_not_be_made(tmp_path, entry,
     recipe |= {"dataset_name": "reasoning_gym/chain_sum", "dataset_kwargs": {"size": 40}}
     (tmp_path / "r.yaml").write_text(json.dumps(recipe | {"eval_sets": [HARD | entry]}))
     with pytest.raises(ConfigError, match=told):
-        load_recipe(["--config", str(tmp_path / "r.yaml")], Look())
+        load_recipe(["--config", str(tmp_path / "r.yaml")], Preflight())
 
 
 def test_a_test_split_that_is_named_and_not_there_is_refused_beside_test_size(tmp_path):

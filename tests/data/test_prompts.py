@@ -15,11 +15,11 @@ from grpo_ext.data.config import DataConfig
 from grpo_ext.data.images import as_read, with_opened_images
 from grpo_ext.data.messages import without_gaps
 from grpo_ext.data.prepare import prepare
-from grpo_ext.data.prompts import PromptLook, unseen_layout
+from grpo_ext.data.prompts import PromptCheck, unseen_layout
 from grpo_ext.data.rows import RowError, check_prompt
 from grpo_ext.errors import ConfigError, DataError
-from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.rewards.composition import parse_rewards
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.images import each_alone
@@ -38,7 +38,7 @@ PICTURED, LINKED = (
 
 def looked(tokenizer, *prompts, options=None, played=False, **columns):
     rows = [{"prompt": p, **{k: v[i] for k, v in columns.items()}} for i, p in enumerate(prompts)]
-    problems, notes = PromptLook(tokenizer, options or {}, played)(rows, "the data")
+    problems, notes = PromptCheck(tokenizer, options or {}, played)(rows, "the data")
     return [list(map(str, found)) for found in (problems, notes)]
 
 
@@ -338,7 +338,7 @@ MARKED = [{"role": "user", "content": [PICTURED, PICTURED, *TEXT]}]
 def test_images_that_do_not_fit_are_named_by_their_row(monkeypatch, prompt, images, words):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
     data = as_read(with_opened_images(Dataset.from_list([{"prompt": prompt, "images": images}]), "the data"))
-    problems, notes = PromptLook(seeing.tokenizer("llava"), {})(data, "the data")
+    problems, notes = PromptCheck(seeing.tokenizer("llava"), {})(data, "the data")
     assert not notes
     assert len(problems) == (words is not None)
     assert all("the data, row 0 (from 0)" in str(p) and words in str(p) for p in problems), problems
@@ -382,11 +382,11 @@ def test_check_finds_the_answer_in_messages_of_training_and_evaluation(tmp_path)
     with pytest.raises(
         ConfigError, match=r"training data, row 0 .*ends with the assistant's turn .*in 8 of the first 8"
     ):
-        load_recipe(argv, Look())
+        load_recipe(argv, Preflight())
     sets = [{"name": "held", "dataset_name": str(tmp_path / "e.jsonl")}]
     argv = recipe(tmp_path, [{"prompt": [PLAIN], "solution": "5"}] * 8, eval_sets=sets)
     with pytest.raises(ConfigError, match=r"eval_sets: held, row 0 .*ends with the assistant's turn"):
-        load_recipe(argv, Look())
+        load_recipe(argv, Preflight())
 
 
 def test_check_measures_prompts_with_the_options_of_the_template(tmp_path):
@@ -396,16 +396,18 @@ def test_check_measures_prompts_with_the_options_of_the_template(tmp_path):
     argv = recipe(tmp_path, [{"prompt": [PLAIN], "solution": "5"}] * 8, chat_template=str(tmp_path / "t.jinja"))
     lengths = []
     for options in ({}, {"wide": True}):
-        look = Look()
-        load_recipe([*argv, "--chat_template_kwargs", json.dumps(options)], look)
-        lengths.append(look.longest_prompt)
+        preflight = Preflight()
+        load_recipe([*argv, "--chat_template_kwargs", json.dumps(options)], preflight)
+        lengths.append(preflight.longest_prompt)
     assert lengths == [len(PLAIN["content"]), len(PLAIN["content"]) + 4]
 
 
 def test_options_of_a_template_by_row_are_not_read(tmp_path):
-    look = Look()
-    load_recipe(recipe(tmp_path, [{"prompt": [PLAIN], "solution": "5", "chat_template_kwargs": {"a": 1}}] * 8), look)
-    assert [note for note in look.notes if "column 'chat_template_kwargs': GRPO in TRL does not read it" in note]
+    preflight = Preflight()
+    load_recipe(
+        recipe(tmp_path, [{"prompt": [PLAIN], "solution": "5", "chat_template_kwargs": {"a": 1}}] * 8), preflight
+    )
+    assert [note for note in preflight.notes if "column 'chat_template_kwargs': GRPO in TRL does not read it" in note]
 
 
 def test_a_mixture_is_looked_at_too(tmp_path):
@@ -418,21 +420,36 @@ def test_a_mixture_is_looked_at_too(tmp_path):
         chat_template="{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}",
     )
     with pytest.raises(ConfigError, match="holds '<eos>', which the chat template writes itself"):
-        load_recipe(argv, Look())
+        load_recipe(argv, Preflight())
 
 
 @pytest.mark.parametrize("name", ["quickstart/grpo", "quickstart/guess"])
 def test_packaged_recipes_raise_no_alarm(name):
-    look, problems = Look(), []
+    preflight, problems = Preflight(), []
     try:
-        load_recipe(["--config", name], look)
+        load_recipe(["--config", name], preflight)
     except ConfigError as error:  # this machine lacks what some of them need
         problems = error.problems
-    said = [*look.notes, *map(str, problems)]
+    said = [*preflight.notes, *map(str, problems)]
     assert not [line for line in said if "(from 0)" in line or "layout" in line or "hat template" in line]
 
 
-def test_the_trainer_looks_at_datasets_given_in_python(tmp_path):
+def test_both_doors_find_the_same_before_weights_are_loaded(tmp_path):
+    rows = [{"prompt": [PLAIN, SAID], "max_length": 3}] * 8
+    rewards = ["accuracy", {"name": "soft_overlong", "kwargs": {"max_length": 8, "buffer": 4}}]
+    argv = recipe(tmp_path, rows, reward_funcs=rewards, chat_template_kwargs={"thinkin": True})
+    with pytest.raises(ConfigError) as by_recipe:
+        load_recipe(argv, Preflight())
+    (tmp_path / "model" / "model.safetensors").unlink()
+    args = GRPOExtConfig(str(tmp_path), **tiny.TRAINING, chat_template_kwargs={"thinkin": True})
+    with pytest.raises(ConfigError) as by_python:
+        GRPOExtTrainer(str(tmp_path / "model"), rewards, args, rows, reward_workers=0)
+    reasons = [sorted(problem.reason for problem in error.value.problems) for error in (by_recipe, by_python)]
+    assert reasons[0] == reasons[1]
+    assert len(reasons[0]) == 3
+
+
+def test_the_trainer_checks_datasets_given_in_python(tmp_path):
     def trainer(rows):
         args = GRPOExtConfig(str(tmp_path), **tiny.TRAINING)
         return GRPOExtTrainer(

@@ -217,7 +217,7 @@ def test_settings_of_environments_without_any_are_refused(setting, tmp_path):
 def test_what_does_not_suit_is_told_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ConfigError) as error:
         trained(tmp_path, [GUESS | {"max_turns": 0}, {"path": "support.worlds:Solved"}], [{"prompt": "text"}] * 16)
-    assert len(error.value.problems) == 3
+    assert len(error.value.problems) == 4
     seen = {"seen": [row | {"images": ["owl.png"]} for row in asked()]}
     with pytest.raises(ConfigError, match="column 'images': environments carry text only"):
         GRPOExtTrainer(

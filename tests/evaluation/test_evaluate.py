@@ -19,8 +19,8 @@ from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.evaluation.evaluate import evaluate, prompts_at_a_time
 from grpo_ext.evaluation.results import Result, differences, logged_figures, per_prompt, result
 from grpo_ext.evaluation.sampling import evaluating
-from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.trainer.signals import signals
 from support import interrupted, tiny, trainers
@@ -399,7 +399,7 @@ def test_check_tells_of_a_set_without_rows(tmp_path):
         "eval_sets: [{name: held}, {name: far, dataset_name: org/on_the_hub}]\n"
     )
     with pytest.raises(ConfigError, match=r"eval_sets: held: dataset_test_split='test'") as error:
-        load_recipe(["--config", str(path)], Look())
+        load_recipe(["--config", str(path)], Preflight())
     assert len(error.value.problems) == 1
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_ext.config.dry_run import rehearsal_problems
+from grpo_ext.config.dry_run import dry_run_problems
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.credit import mixes_tokens
 from grpo_ext.objective.kl import kl_estimators
@@ -65,7 +65,7 @@ def problems(name: str, **settings) -> list[str]:
     config |= {"num_generations": 4, "samples_otherwise": False, "multi_objective_aggregation": "sum_then_normalize"}
     given = SimpleNamespace(**config | {"loss_type": name} | settings)
     given.objective = resolve(given)
-    return [str(problem) for problem in rehearsal_problems(given)]
+    return [str(problem) for problem in dry_run_problems(given)]
 
 
 @pytest.mark.cases(12)

@@ -14,8 +14,8 @@ from grpo_ext.errors import UnknownNameError
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
-from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.registry import import_path, located, portable
 from grpo_ext.train import train
 from support import tiny
@@ -209,9 +209,9 @@ def test_a_model_on_disk_is_looked_at_under_zero_3(tmp_path, monkeypatch, adapte
     model = {"model_name_or_path": tiny.save(tmp_path / "model"), **adapter}
     engine = SimpleNamespace(is_zero3=lambda: True)
     monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: engine)
-    look = Look()
+    preflight = Preflight()
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({**QUICK, **tiny.TRAINING, **model}))
-    load_recipe(["--config", str(tmp_path / "r.yaml")], look)
+    load_recipe(["--config", str(tmp_path / "r.yaml")], preflight)
     assert deepspeed.is_deepspeed_zero3_enabled()
-    assert look.policy.parameters == parameters
-    assert (look.policy.trained < parameters) == bool(adapter)
+    assert preflight.policy.parameters == parameters
+    assert (preflight.policy.trained < parameters) == bool(adapter)

@@ -18,8 +18,8 @@ from grpo_ext.config.batches import batch_problems
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.recipe.files import read_yaml
-from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.rewards import columns
 from grpo_ext.rewards.composition import parse_rewards
 from support import mistaken
@@ -93,21 +93,21 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
 
 
-def found(look: Look | None, *args: str, processes: int | None = None) -> list[Problem]:
+def found(preflight: Preflight | None, *args: str, processes: int | None = None) -> list[Problem]:
     """Problems of recipe.yaml, as `check` finds them; without a look, as a run does before it loads anything."""
-    with planned_processes(processes, here=processes is None) if look else nullcontext():
+    with planned_processes(processes, here=processes is None) if preflight else nullcontext():
         try:
-            load_recipe(["--config", "recipe.yaml", *args], look)
+            load_recipe(["--config", "recipe.yaml", *args], preflight)
         except ConfigError as error:
             return error.problems
     return []
 
 
-def checked(values: dict[str, Any], *args: str, processes: int | None = None) -> tuple[list[str], Look]:
+def checked(values: dict[str, Any], *args: str, processes: int | None = None) -> tuple[list[str], Preflight]:
     """Problems of a recipe as text, and what was seen of its files."""
     Path("recipe.yaml").write_text(yaml.safe_dump(values))
-    look = Look()
-    return list(map(str, found(look, *args, processes=processes))), look
+    preflight = Preflight()
+    return list(map(str, found(preflight, *args, processes=processes))), preflight
 
 
 def changed(values: dict[str, Any], changes: dict[str, Any], without: Any = ()) -> dict[str, Any]:
@@ -135,14 +135,14 @@ def test_a_mistake_in_a_setting_is_one_problem_with_its_key(name, caplog):
 def test_a_mistake_in_model_or_data_is_one_problem_with_its_key(name):
     mistake = IN_FILES[name]
     Path("recipe.yaml").write_text(mistake.written(SOUND))
-    (problem,) = found(Look())
+    (problem,) = found(Preflight())
     assert (problem.field, mistake.word in str(problem)) == (mistake.key, True), str(problem)
     assert "\n" not in str(problem)
 
 
 def test_a_sound_recipe_has_no_problems():
-    problems, look = checked(SOUND)
-    assert problems == look.notes == []
+    problems, preflight = checked(SOUND)
+    assert problems == preflight.notes == []
 
 
 def test_what_transformers_refuses_is_reported_beside_all_else_with_its_key():
@@ -205,12 +205,12 @@ def test_a_run_with_vllm_is_refused_where_there_is_none(capsys, monkeypatch):
 
 
 def test_a_list_of_one_module_and_an_unreachable_hub_are_no_mistakes():
-    problems, look = checked({**SOUND, "use_peft": True, "lora_r": 2, "lora_target_modules": ["q_proj"]})
+    problems, preflight = checked({**SOUND, "use_peft": True, "lora_r": 2, "lora_target_modules": ["q_proj"]})
     assert problems == []
-    assert look.policy.trained == 2 * 2 * (32 + 32)  # two layers of two matrices between 32 and 2
-    problems, look = checked({**SOUND, "model_name_or_path": "owner/model", "dataset_name": "owner/data"})
+    assert preflight.policy.trained == 2 * 2 * (32 + 32)  # two layers of two matrices between 32 and 2
+    problems, preflight = checked({**SOUND, "model_name_or_path": "owner/model", "dataset_name": "owner/data"})
     assert problems == []
-    assert "owner/model" in look.policy.unknown or "connect" in look.policy.unknown
+    assert "owner/model" in preflight.policy.unknown or "connect" in preflight.policy.unknown
 
 
 def test_train_looks_at_policy_and_data_before_it_loads_weights(capsys):
@@ -225,9 +225,9 @@ def test_train_looks_at_policy_and_data_before_it_loads_weights(capsys):
 def test_some_unreadable_references_are_counted_with_the_place_of_the_first():
     rows = [{"question": "?", "answer": None if i in (3, 5) else str(i)} for i in range(16)]
     mistaken.write(Path("some.jsonl"), rows)
-    problems, look = checked({**SOUND, "dataset_name": "./some.jsonl"})
+    problems, preflight = checked({**SOUND, "dataset_name": "./some.jsonl"})
     assert problems == []
-    (note,) = look.notes
+    (note,) = preflight.notes
     assert note.startswith("reward='accuracy': it cannot read 2 of 16 solutions: no score for those rows")
     assert "The first is row 3" in note
 
@@ -243,9 +243,9 @@ def test_of_many_references_a_sample_is_read(monkeypatch):
 
 
 def test_a_note_where_prompts_and_completions_go_beyond_the_context():
-    problems, look = checked({**SOUND, "dataset_name": "./long.jsonl", "max_completion_length": 512})
+    problems, preflight = checked({**SOUND, "dataset_name": "./long.jsonl", "max_completion_length": 512})
     assert problems == []
-    (note,) = look.notes
+    (note,) = preflight.notes
     assert note.startswith("max_completion_length=512: the prompt of row 10")
     assert "Set max_prompt_length: 512" in note
 

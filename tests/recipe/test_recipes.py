@@ -19,9 +19,9 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.losses import losses
 from grpo_ext.recipe.files import packaged_recipes, read_yaml, recipes_folder
 from grpo_ext.recipe.launching import accelerate_config
-from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
+from grpo_ext.recipe.preflight import Preflight
 from support.resuming import checkpoint_to_resume
 from support.run_folders import checkpoint
 
@@ -84,9 +84,9 @@ def resumed(argv: list[str]) -> str | None:
 
 
 def planned(argv: list[str]) -> tuple[Recipe, dict[str, list]]:
-    look = Look()
-    recipe = load_recipe(argv, look)
-    return recipe, plan(recipe, look)
+    preflight = Preflight()
+    recipe = load_recipe(argv, preflight)
+    return recipe, plan(recipe, preflight)
 
 
 def run(*argv: str) -> int:

@@ -100,7 +100,7 @@ def test_an_estimator_that_breaks_a_rule_ends_the_run_before_a_step(
     estimator, message, combination, model_path, tmp_path, monkeypatch
 ):
     """Before, one None made all weights NaN beside a logged loss of 0, and a wrong shape died in the shuffle."""
-    monkeypatch.setattr(checks, "rehearsal_problems", lambda config: [])
+    monkeypatch.setattr(checks, "dry_run_problems", lambda config: [])
     settings = {"loss_type": "grpo", "advantage_estimator": f"test_advantages_arrive:{estimator}", "max_steps": 1}
     settings["multi_objective_aggregation"] = combination
     trainer = build(model_path, tmp_path, [sometimes_none], rollout=scripted_rollout, **settings)

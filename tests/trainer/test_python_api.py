@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import BitsAndBytesConfig, LlamaForSequenceClassification, Mxfp4Config, QuantoConfig
+from transformers.integrations import integration_utils
 
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer, child_processes
 from grpo_ext.errors import RewardError
@@ -155,6 +156,7 @@ MISTAKES = [
     ({"rows": [{"prompt": "a", "solution": 1}, {"prompt": "b", "solution": "x"}]}, ["table"]),
     ({"rows": "data.csv"}, ["train_dataset: 'data.csv'"]),
     ({"rewards": ["nothing"], "rows": [{"text": ""}] * 8}, ["2 problems", "'prompt'", "'nothing'"]),
+    ({"rewards": ["accuracy"], "rows": [{"prompt": "a"}] * 8}, ["it cannot score any row", "no column 'solution'"]),
 ]  # fmt: skip
 
 
@@ -164,6 +166,15 @@ def test_mistakes_are_reported_before_the_model_is_loaded(given, told, tmp_path)
     with pytest.raises(ConfigError) as error:
         trainer(tmp_path, given.pop("rewards"), model="no/such-model", **given)
     assert [words for words in told if words not in str(error.value)] == []
+
+
+def test_missing_packages_of_a_tracker_and_an_optimizer_are_two_problems(tmp_path, monkeypatch):
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
+    monkeypatch.setattr("transformers.trainer_optimizer.is_galore_torch_available", lambda: False)
+    settings = {"report_to": ["wandb"], "optim": "galore_adamw", "optim_target_modules": ["q_proj"]}
+    with pytest.raises(ConfigError) as error:
+        trainer(tmp_path, digits, model="no/such-model", **settings)
+    assert [problem.field for problem in error.value.problems] == ["report_to", "optim"]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 from grpo_ext import ConfigError
 from grpo_ext.config.adapters import peft_problems
-from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.train import build_trainer
 from support import adapted as sft
 from support import tiny, tuners
@@ -51,7 +51,7 @@ def trainer_of(way: str, name: str, folder: Path):
     model.save_pretrained(folder / "sft")
     tiny.tokenizer().save_pretrained(folder / "sft")
     argv = sft.write_recipe(folder, str(folder / "sft"), folder / "out", **FIVE)
-    return build_trainer(load_recipe(argv, Look(data=False))), policy
+    return build_trainer(load_recipe(argv, Preflight(data=False))), policy
 
 
 REFUSED = {

@@ -23,9 +23,9 @@ from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ConfigError, redacted_text
 from grpo_ext.recipe.checks import recipe_warnings
 from grpo_ext.recipe.launching import Engine, Launch, engine_of
-from grpo_ext.recipe.look import Look
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
+from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.registry import imported
 from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts, unsuited
 from grpo_ext.tables import Table, show
@@ -43,15 +43,15 @@ def run(options: argparse.Namespace) -> int:
     launch = wanted_launch(options) or NO_LAUNCH
     with planned_processes(launch.planned, here=options.num_processes is None):
         datasets.disable_progress_bars()
-        look, before = Look(), len(imported)
+        preflight, before = Preflight(), len(imported)
         try:
-            recipe = load_recipe(options.keys, look)
+            recipe = load_recipe(options.keys, preflight)
         finally:
             if found := sorted(set(imported[before:])):
                 print(f"check has imported code that the recipe names: {', '.join(found)}")
         if recipe.training.use_cpu and launch.config and is_fsdp(launch.config):
             raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
-        print_sections(plan(recipe, look, launch))
+        print_sections(plan(recipe, preflight, launch))
         return _check_server(recipe)
 
 
@@ -65,17 +65,17 @@ def print_sections(sections: Mapping[str, Section]) -> None:
             show(table, "")
 
 
-def plan(recipe: Recipe, look: Look, launch: Launch = NO_LAUNCH) -> dict[str, Section]:
+def plan(recipe: Recipe, preflight: Preflight, launch: Launch = NO_LAUNCH) -> dict[str, Section]:
     """Return the sections of the plan, warnings last."""
     engine = engine_of(launch)
-    rows = len(look.train) if isinstance(look.train, Dataset) else None
+    rows = len(preflight.train) if isinstance(preflight.train, Dataset) else None
     weights = recipe.model.dtype or "float32"  # TRL's default
-    lines = (*warnings(recipe.training), *recipe_warnings(recipe), *look.notes)
+    lines = (*warnings(recipe.training), *recipe_warnings(recipe), *preflight.notes)
     return {
         "Loss": _loss(recipe),
         "Environments": [(spec.name, _environment(spec)) for spec in recipe.environments],
         "Batch": _batch(recipe, rows, engine),
-        "Memory": _memory(recipe, look, engine),
+        "Memory": _memory(recipe, preflight, engine),
         "Sampler and policy": [
             ("formats", precision(recipe.training, weights)),
             *expected_differences(recipe.training, weights),
@@ -140,12 +140,12 @@ def _batch(recipe: Recipe, rows: int | None, engine: Engine) -> Section:
     ]
 
 
-def _memory(recipe: Recipe, look: Look, engine: Engine) -> Section:
+def _memory(recipe: Recipe, preflight: Preflight, engine: Engine) -> Section:
     """Return an estimate of a training process's memory, from the model's configuration and the engine only."""
-    policy = look.policy
+    policy = preflight.policy
     if policy.unknown:
         return [("memory", f"not known: {policy.unknown}")]
-    parts, hosted = shares(of_recipe(recipe, policy, look.longest_prompt), engine)
+    parts, hosted = shares(of_recipe(recipe, policy, preflight.longest_prompt), engine)
     shown = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     rows = [
         ("parameters", f"{policy.parameters / 1e6:.2f} M, {policy.trained / 1e6:.2f} M trained"),
@@ -159,7 +159,7 @@ def _memory(recipe: Recipe, look: Look, engine: Engine) -> Section:
         rows.append(("weights for rollouts", f"{gib(size)} of main memory beside each training process"))
     if (limit := recipe.training.micro_batch_tokens) is not None:
         rows.append(("micro_batch_tokens", f"a forward has at most {limit} tokens, or one completion with its prompt"))
-    fit = fitting(recipe, policy, look.longest_prompt, engine)
+    fit = fitting(recipe, policy, preflight.longest_prompt, engine)
     found = too_large(recipe, parts, fit), too_many(recipe, size)
     return [*rows, *(("Warning", str(problem)) for problem in found if problem is not None)]
 

@@ -18,8 +18,8 @@ from grpo_ext.config.machine import is_for_another
 from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.recipe.launching import ONE_COPY, Engine
+from grpo_ext.recipe.model_checks import InspectedPolicy
 from grpo_ext.recipe.parts import Recipe
-from grpo_ext.recipe.policies import InspectedPolicy
 from grpo_ext.rollout.blocked_weights import WORTH, can_block
 
 

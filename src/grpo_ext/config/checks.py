@@ -4,7 +4,7 @@ from grpo_ext.config.added_losses import ADDED_LOSS_RULES
 from grpo_ext.config.ahead import AHEAD_RULES
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import BATCH_RULES
-from grpo_ext.config.dry_run import rehearsal_problems
+from grpo_ext.config.dry_run import dry_run_problems
 from grpo_ext.config.engines import ENGINE_RULES
 from grpo_ext.config.fields import choice_problems, path_problems, range_problems, type_problems
 from grpo_ext.config.loss import LOSS_RULES
@@ -29,7 +29,7 @@ def problems(config: GRPOExtArguments) -> list[Problem]:
     refused = field_problems(config)
     sound = without(config, refused)
     found = [*refused.values(), *(p for rule in RELATIONS for p in as_far_as_sound(rule(sound)))]
-    return found or rehearsal_problems(config)
+    return found or dry_run_problems(config)
 
 
 def field_problems(config: GRPOExtArguments) -> dict[str, Problem]:

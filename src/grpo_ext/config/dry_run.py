@@ -31,7 +31,7 @@ class _Refused(Exception):
         self.problem = problem
 
 
-def rehearsal_problems(config: GRPOExtArguments) -> list[Problem]:
+def dry_run_problems(config: GRPOExtArguments) -> list[Problem]:
     """Return what is wrong with the functions that a sound config names: their arguments, shapes, gradients."""
     objective = config.objective
     own = _has_own(objective)
@@ -50,7 +50,7 @@ def rehearsal_problems(config: GRPOExtArguments) -> list[Problem]:
     return []
 
 
-def rehearsal_warnings(config: GRPOExtArguments) -> Iterator[Problem]:
+def dry_run_warnings(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield whether one reward of None would end the run."""
     try:
         if _has_own(config.objective):

@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from warnings import catch_warnings
 
@@ -99,12 +99,15 @@ class GRPOExtConfig(GRPOExtArguments):
         """Let TRL and transformers derive their fields; yield what they refuse."""
         unset = self.vllm_importance_sampling_clip_max is self.vllm_importance_sampling_cap is None
         bound = {"vllm_importance_sampling_clip_max": self.trl_sampler_bound} if unset else {}
-        given = self.changed()
-        with self._hardware_set_aside(), temporarily(self, **bound):  # TRL refuses a mode without a bound
+        hardware = self._hardware_set_aside()
+        given = self.changed()  # with bf16 as TRL sets it
+        with hardware, temporarily(self, **bound):  # TRL refuses a mode without a bound
             try:
                 super().__post_init__()
             except OF_THE_OWNERS as error:
-                yield refusal(error, given)
+                refused = refusal(error, given)
+                cure = "A GPU without bfloat16 has fp16: true." if refused.field == "bf16" else refused.cure
+                yield replace(refused, cure=cure)
 
     def _also_refused(self, problems: Iterable[Problem]) -> Iterator[Problem]:
         """Yield what TRL refuses before it reads, or names, a field that has `problems`, or belongs to one."""

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import prompts_of_one_generation
-from grpo_ext.config.dry_run import rehearsal_warnings
+from grpo_ext.config.dry_run import dry_run_warnings
 from grpo_ext.config.precision import coarse_warnings
 from grpo_ext.config.process_engine import same_device
 from grpo_ext.config.rules import Conflict, Rule, is_set, plain
@@ -60,7 +60,7 @@ def _is_on(config: GRPOExtArguments, needed: str) -> bool:
 
 def warnings(config: GRPOExtArguments) -> list[Problem]:
     """Return what is allowed but probably not meant; the config must be free of problems."""
-    rules: tuple[Rule, ...] = (_without_effect, reshaped_sampling, *_UNUSUAL, rehearsal_warnings)
+    rules: tuple[Rule, ...] = (_without_effect, reshaped_sampling, *_UNUSUAL, dry_run_warnings)
     return [*untested(), *(problem for rule in rules for problem in rule(config))]
 
 

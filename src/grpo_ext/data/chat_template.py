@@ -19,7 +19,7 @@ def template_text(value: str) -> str:
 
 
 def template_problems(value: str) -> Iterator[Problem]:
-    """Yield why a recipe's template cannot be read; whether it renders, `prompts.PromptLook` finds."""
+    """Yield why a recipe's template cannot be read; whether it renders, `prompts.PromptCheck` finds."""
     try:
         text = template_text(value)
     except FileNotFoundError:

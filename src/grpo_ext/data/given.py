@@ -1,21 +1,69 @@
 """Datasets that are given in Python, as rows, a frame or a generator: converted to those of `datasets` and checked."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
-from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, RowError, check_prompt
-from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.data.images import as_read, with_opened_images
+from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, RowError, check_columns, check_prompt
+from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A dataset whose columns, rows and fit to rewards and environments have been checked, as a recipe's are."""
+class Data:
+    """The datasets of a run, whose rows are prepared.
 
-    dataset: Any
+    Args:
+        train: the training data.
+        evaluation: None, a dataset, or several by name, as TRL takes them.
+        named: all data by the name that messages use, the training data first.
+        problems: what is wrong with their rows.
+    """
+
+    train: Any
+    evaluation: Any
+    named: Mapping[str, Any]
+    problems: Sequence[Problem] = ()
+
+
+def given_data(train: Any, evaluation: Any, *, continued: bool = False) -> Data:
+    """Return datasets that are given in Python as TRL takes them, with opened images.
+
+    `continued`: `environment_factory` is given, for which TRL starts a row without a prompt with an empty one.
+
+    Raises:
+        ConfigError: as `as_dataset`.
+    """
+    problems, clashes = list[Problem](), dict[Problem, None]()
+    train = _opened(train, "train_dataset", problems)
+    evaluation = _opened(evaluation, "eval_dataset", problems)
+    several = evaluation if isinstance(evaluation, Mapping) else {"eval_dataset": evaluation}
+    named = {"train_dataset": train, **several}
+    for name, dataset in named.items():
+        columns = getattr(dataset, "column_names", None) or ()
+        if not continued or "prompt" in columns:
+            problems += prompt_problems(dataset, name, continued=continued)
+        if isinstance(dataset, Dataset):
+            clashes |= dict.fromkeys(check_columns(columns))
+    return Data(train, evaluation, named, [*problems, *clashes])
+
+
+def _opened(given: Any, name: str, problems: list[Problem]) -> Any:
+    """Return a dataset, or several by name, with pictures where its columns of images hold paths or bytes.
+
+    If the images cannot be read they stay as they are, and the problems are added to `problems`.
+    """
+    if isinstance(given, Mapping):
+        return {key: _opened(value, f"{name}[{key!r}]", problems) for key, value in given.items()}
+    dataset = as_dataset(given, name)
+    try:
+        return as_read(with_opened_images(dataset, name))
+    except DataError as error:
+        problems += error.problems
+        return dataset
 
 
 def as_dataset(given: Any, name: str) -> Any:
@@ -28,10 +76,6 @@ def as_dataset(given: Any, name: str) -> Any:
     """
     if given is None or isinstance(given, Dataset | IterableDataset):
         return given
-    if isinstance(given, Checked):
-        return given.dataset
-    if isinstance(given, Mapping):  # an evaluation on several, by name
-        return {key: as_dataset(value, f"{name}[{key!r}]") for key, value in given.items()}
     if hasattr(given, "to_dict") and hasattr(given, "columns"):
         return _made(Dataset.from_pandas, name, given, preserve_index=False)
     given = given() if callable(given) else given

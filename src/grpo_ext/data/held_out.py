@@ -76,7 +76,7 @@ def shared_prompts(train: object, evaluation: object, name: str = "the evaluatio
     """
     if not isinstance(train, Dataset) or not isinstance(evaluation, Dataset | list):
         return []
-    if not _IMAGES.isdisjoint(train.column_names):
+    if not _IMAGES.isdisjoint(train.column_names) or "prompt" not in train.column_names:
         return []
     prompts = evaluation["prompt"] if isinstance(evaluation, Dataset) else [row["prompt"] for row in evaluation]
     trained = set(_keys(train, "prompt"))

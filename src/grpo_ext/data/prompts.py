@@ -1,4 +1,4 @@
-"""Look at a few prompts as the model reads them, before it is trained on them."""
+"""Check a few prompts as the model reads them, before it is trained on them."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from grpo_ext.rewards.protocol import rewards
 from grpo_ext.safe_reading import parse_json
 
 SEEN, PICTURES_SEEN = 64, 4
-"""Number of prompts that are looked at, and of those with images, which are opened."""
+"""Number of prompts that are checked, and of those with images, which are opened."""
 _COPIED, _TAIL = 24, 6
 """Characters of a solution, and of what follows the last text, that are in no text by accident."""
 _MARKS = re.compile(r"mark\d+q7c1f")
@@ -41,8 +41,8 @@ class _Fault(NamedTuple):
     least: float = 0.0
 
 
-class PromptLook(NamedTuple):
-    """A look at prompts as the chat template renders them; call it with rows and the name of the data.
+class PromptCheck(NamedTuple):
+    """Checks of prompts as the chat template renders them; call it with rows and the name of the data.
 
     Args:
         tokenizer: the policy's.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,25 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("model_name_or_path", None, "no model to train", cure)
     yield from adapter_problems(model)
     yield from outside(model)
+
+
+_LORA_KEYS = ("lora_", "use_rslora", "use_dora")
+
+
+def ignored_lora(written: Collection[str], model: ModelConfig) -> Iterator[Problem]:
+    """Yield LoRA settings, with any value, in a recipe that trains no new adapter; `use_peft: false` allows them."""
+    names = (key for key in written if str(key).startswith(_LORA_KEYS))  # a key of YAML may be no text
+    keys = sorted(key for key in names if getattr(model, key, None) not in (None, False))
+    if not keys or model.use_peft or "use_peft" in written:
+        return
+    value, beside = getattr(model, keys[0]), {key: getattr(model, key) for key in keys[1:]}
+    them = "it" if len(keys) == 1 else "them"
+    if is_adapter(model.model_name_or_path):
+        reason = f"no effect: model_name_or_path={model.model_name_or_path!r} is an adapter and keeps its own shape"
+        yield Problem(keys[0], value, reason, f"Remove {them}.", beside)
+    else:
+        reason = "no effect without use_peft, and all weights would be trained"
+        yield Problem(keys[0], value, reason, f"Set use_peft: true, or remove {them}.", beside)
 
 
 _INIT_KWARGS = {

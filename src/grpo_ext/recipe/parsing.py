@@ -15,10 +15,9 @@ from grpo_ext.data.mixture import DATASET_ENTRY
 from grpo_ext.environments.compatibility import setting_problems
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays, parse_environments
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.recipe.checks import part_problems, recipe_warnings, unrewarded
+from grpo_ext.recipe.checks import ignored_lora, part_problems, recipe_warnings, unrewarded
 from grpo_ext.recipe.files import LISTED, find_recipe, read_yaml, split_config, unset
 from grpo_ext.recipe.launching import take_env, take_launch
-from grpo_ext.recipe.lora import ignored
 from grpo_ext.recipe.parser import Parts, flags, key_problems, parse_parts
 from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.recipe.parts import all_keys as all_keys
@@ -29,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 def load_recipe(
     argv: Sequence[str],
-    look: Callable[[Recipe, Sequence[Problem]], Iterator[Problem]] | None = None,
+    preflight: Callable[[Recipe, Sequence[Problem]], Iterator[Problem]] | None = None,
     *,
     rewards_only: bool = False,
 ) -> Recipe:
     """Read `--config recipe.yaml [--key value ...]`; the command line wins.
 
-    With a `Look`, its problems of the policy and the data are reported with the rest; with `rewards_only` a recipe
-    needs no model and data, and what it has of them is not checked.
+    The problems that a `Preflight` finds in the policy and the data are reported with the rest; with `rewards_only` a
+    recipe needs no model and data, and what it has of them is not checked.
 
     Raises:
         ConfigError: everything that is wrong, at once, before a model is loaded.
@@ -53,7 +52,7 @@ def load_recipe(
     problems += parts.problems
     if parts.model is not None and not rewards_only:
         refused = {problem.field for problem in problems}
-        problems += ignored({*values, *flags(args)} - refused, parts.model)
+        problems += ignored_lora({*values, *flags(args)} - refused, parts.model)
     lists, found = _parse_lists(parts, folder)
     problems += found
     problems += unrewarded(lists.rewards, parts.training, lists.environments)
@@ -61,8 +60,8 @@ def load_recipe(
     model, mixture = (None, None) if rewards_only else (parts.model, None if mixture_problems else parts.mixture)
     problems += part_problems(parts.script, parts.data, parts.training, model, mixture)
     recipe = _recipe(parts, lists)
-    if recipe is not None and look is not None:
-        problems += look(recipe, problems)
+    if recipe is not None and preflight is not None:
+        problems += preflight(recipe, problems)
     if problems := _distinct(problems, parts.unread):
         raise ConfigError(problems if values or "model_name_or_path" in flags(args) else _without_recipe(problems))
     assert recipe is not None

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -23,7 +23,7 @@ from grpo_ext.config.models import model_problems
 from grpo_ext.config.precision import precision
 from grpo_ext.config.truncation import adapter_problems, scores_kept_sets
 from grpo_ext.data.chat_template import template_opens
-from grpo_ext.data.given import Checked
+from grpo_ext.data.given import given_data
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.aggregation import StepTotals
@@ -51,7 +51,7 @@ from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.collector import collector_of
 from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, Watching, add_ess, log_rows, row_record
 from grpo_ext.trainer.episodes import EpisodeRunner, sampling_of
-from grpo_ext.trainer.input_checks import check_processor, check_prompts, fix_lengths, longest_row
+from grpo_ext.trainer.input_checks import fix_lengths, longest_row
 from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.log import Log
 from grpo_ext.trainer.loss import Loss, LossOutput, Moment, joined
@@ -63,14 +63,13 @@ from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.sampling import correct_sampler
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
-    Prepared,
+    Ready,
     Reward,
     RolloutFunc,
     Rows,
-    check_best_metric,
-    check_reward_names,
+    check,
+    name_problems,
     named_arguments,
-    prepare,
     quantized_problems,
     reference_from,
     widen_trained,
@@ -140,44 +139,44 @@ class GRPOExtTrainer(Lifecycle):
             environments: conversation partners, as in a recipe; `path` may be a class.
             reward_memory_gib: memory that an environment's process may use.
         """
-        if replaced := [*replacement_problems(type(self), model)]:
-            raise ConfigError(replaced)
-        rollouts = {"rollout_func": rollout_func, "environment_factory": environment_factory, "tools": tools}
-        ready = prepare(
+        ready = check(
             model,
             reward_funcs,
             args,
-            train_dataset,
-            eval_dataset,
+            given_data(train_dataset, eval_dataset, continued=environment_factory is not None),
             environments,
+            reward_workers,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            reward_workers=reward_workers,
-            rollouts=rollouts,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
         )
+        self._set_up(ready, reward_memory_gib)
+
+    @classmethod
+    def of(cls, ready: Ready, reward_memory_gib: float = 8.0) -> Self:
+        """Return the trainer of arguments that are checked, such as a recipe's."""
+        trainer = cls.__new__(cls)
+        trainer._set_up(ready, reward_memory_gib)
+        return trainer
+
+    def _set_up(self, ready: Ready, reward_memory_gib: float) -> None:
+        """Make TRL's trainer, and what this one adds to it."""
         model, args = ready.model, ready.args
+        if replaced := [*replacement_problems(type(self), model)]:
+            raise ConfigError(replaced)
         self.objective = args.objective
         accept_numbered_cpu()
-        reference = reference_from(model, args, peft_config)
+        reference = reference_from(model, args, ready.trl.get("peft_config"))
+        data = ready.data.train, ready.data.evaluation
         with reference, with_our_generation(args), without_notices():
-            super().__init__(
-                model,
-                ready.reward_funcs,
-                args,
-                ready.train_dataset,
-                ready.eval_dataset,
-                processing_class,
-                reward_processing_classes,
-                callbacks,
-                optimizers,
-                quantization_config,
-                peft_config,
-                tools,
-                rollout_func,
-                environment_factory,
-            )
-        played = bool(ready.environments or any(rollouts.values()))
-        self._check_inputs(ready, played=played, looked_at=isinstance(train_dataset, Checked))
+            super().__init__(model, ready.reward_funcs, args, *data, **ready.trl)
+        self._check_inputs(ready)
         make_portable(self.model)
         if args.fp16:
             widen_trained(self.model)
@@ -189,35 +188,28 @@ class GRPOExtTrainer(Lifecycle):
         self._set_up_loss()
         self._describe_objective()
 
-    def _check_inputs(self, ready: Prepared, *, played: bool, looked_at: bool) -> None:
-        """Check what is known once the model is loaded: its kind, its processor, and the data as it reads them.
-
-        Args:
-            ready: the arguments.
-            played: whether something else than the policy alone makes rollouts.
-            looked_at: whether a recipe has looked at the prompts.
+    def _check_inputs(self, ready: Ready) -> None:
+        """Check what is known once the model is loaded: its kind, the names of the rewards, its longest rows.
 
         Raises:
             ConfigError: the model or the data do not fit the settings.
         """
-        args, main = ready.args, self.accelerator.is_main_process
+        args, data = ready.args, ready.data
+        train = None if ready.environments or any(ready.rollouts.values()) else data.train
         found = *quantized_problems(args, self.model, None), *adapter_problems(args, adds_tokens(self.model))
-        found += tuple(model_problems(args, cast(Any, self.model)))
+        found += (
+            *model_problems(args, cast(Any, self.model)),
+            *name_problems(args, data.evaluation, self.reward_func_names),
+        )
         if found:
             raise ConfigError(found)
-        check_reward_names(self.reward_func_names)
-        check_best_metric(args, ready.eval_dataset, self.reward_func_names)
-        check_processor(self.processing_class, ready.train_dataset, ready.eval_dataset)
         options = as_mapping(self.chat_template_kwargs)
-        if not looked_at:
-            given = self._tokenizer, options, self.reward_funcs, ready.train_dataset, ready.eval_dataset
-            check_prompts(*given, played=played, warns=main)
-        known = None if played else ready.train_dataset
-        longest = partial(longest_row, self._tokenizer, options, known, int(args.max_completion_length or 0))
+        longest = partial(longest_row, self._tokenizer, options, train, int(args.max_completion_length or 0))
         policies = [causal_lm(self.accelerator.unwrap_model(m)) for m in (self.model, self.ref_model) if m is not None]
-        fix_lengths(policies, args, longest, adapter=isinstance(self.model, PeftModel), warns=main)
+        adapter, main = isinstance(self.model, PeftModel), self.accelerator.is_main_process
+        fix_lengths(policies, args, longest, adapter=adapter, warns=main)
 
-    def _set_up_rollouts(self, ready: Prepared, memory_gib: float) -> None:
+    def _set_up_rollouts(self, ready: Ready, memory_gib: float) -> None:
         """Make what plays, samples and scores, and what corrects the loss for another sampler than the policy."""
         if ready.environments:
             # a copy: the background may play while TRL tokenizes

@@ -1,4 +1,4 @@
-"""Look at a trainer's data and first batch for what a run would not compute right: prompts, lengths, images."""
+"""Check what a loaded model cannot compute right: lengths, and images in its batches."""
 
 import logging
 import math
@@ -7,64 +7,18 @@ from functools import partial
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.images import image_problems, rollout_problems
 from grpo_ext.data.chat_template import prompt_ids
 from grpo_ext.data.images import image_columns
-from grpo_ext.data.prompts import PromptLook, unseen_layout
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.images import COUNT, RowImages
 from grpo_ext.packing.rotary import fix_rotary, growing, longest_possible, unchanged_until
-from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.signatures import callable_name
 from grpo_ext.rollout.images import images_in
 
 logger = logging.getLogger(__name__)
-
-
-def check_processor(processing_class: object, *datasets: object) -> None:
-    """Refuse datasets with columns of images for a tokenizer, which would write them into the prompt as text.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    found = image_columns(*datasets)
-    if found and not isinstance(processing_class, ProcessorMixin):
-        reason = f"the processor is a {type(processing_class).__name__}, so the model would not see the images"
-        cure = "Name a model of images and text with its processor, or remove the column."
-        raise ConfigError([Problem(f"column {found[0]!r}", ABSENT, reason, cure)])
-
-
-def check_prompts(
-    tokenizer: Any,
-    options: Mapping[str, Any],
-    rewards: Sequence[Any],
-    train: object,
-    evaluated: object,
-    *,
-    played: bool,
-    warns: bool,
-) -> None:
-    """Look at the first prompts of datasets that no recipe has prepared, and at layouts; log warnings if this `warns`.
-
-    Raises:
-        ConfigError: the model would not read the prompts as they are meant.
-    """
-    problems, notes, look = list[Problem](), list[Problem](), PromptLook(tokenizer, options, played)
-    named = {"train_dataset": train, **(evaluated if isinstance(evaluated, Mapping) else {"eval_dataset": evaluated})}
-    for name, dataset in named.items():
-        if isinstance(dataset, Dataset) and "prompt" in dataset.column_names:
-            found, unmeant = look(dataset, name)
-            problems, notes = problems + found, notes + unmeant
-    if problems:
-        raise ConfigError(problems)
-    for reward in rewards:
-        spec = getattr(reward, "spec", None) or RewardSpec(callable_name(reward), reward)
-        notes += [note for note, _ in unseen_layout(spec, train, tokenizer, options)]
-    for note in notes if warns else ():
-        logger.warning(str(note))
 
 
 def fix_lengths(

@@ -4,8 +4,8 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, Union
@@ -14,32 +14,32 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.integrations import get_reporting_integration_callbacks
+from trl.trainer.utils import get_config_model_id
 
 from grpo_ext.config import process_engine
-from grpo_ext.config.adapters import peft_problems
+from grpo_ext.config.adapters import base_of, peft_problems
 from grpo_ext.config.added_losses import added_loss_problems, added_losses, column_problems
-from grpo_ext.config.ahead import ahead_problems
-from grpo_ext.config.batches import prompts_of_one_generation, too_few
+from grpo_ext.config.batches import prompts_of_one_generation
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.images import image_problems
 from grpo_ext.config.images import rollout_problems as image_rollout_problems
+from grpo_ext.config.launch import rank
+from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.rules import plain, refusal
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.config.vllm import leaves_packed, missing, packs_while_loading, quantized_problem
 from grpo_ext.data.eval_sets import best_metric_problems
-from grpo_ext.data.given import Checked, as_dataset, prompt_problems
-from grpo_ext.data.images import as_read, image_columns, with_opened_images
-from grpo_ext.data.rows import check_columns
+from grpo_ext.data.given import Data
+from grpo_ext.data.images import image_columns
 from grpo_ext.environments.compatibility import beside_problems, setting_problems
-from grpo_ext.environments.compatibility import dataset_problems as environment_data_problems
 from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
-from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
+from grpo_ext.preflight import Run, data_problems
 from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.registry import did_you_mean
-from grpo_ext.rewards.columns import absences
-from grpo_ext.rewards.composition import parse_rewards
+from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 from grpo_ext.rewards.runtime import Component, Runtime
 from grpo_ext.rewards.signatures import callable_name
 from grpo_ext.rollout.vllm.lazy_import import grpo_trainer
@@ -53,12 +53,14 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 Model: TypeAlias = str | PreTrainedModel | PeftModel
 Row: TypeAlias = Mapping[str, Any]
-Rows: TypeAlias = Union[Dataset, IterableDataset, Iterable[Row], Callable[[], Iterable[Row]], "pd.DataFrame", Checked]
+Rows: TypeAlias = Union[Dataset, IterableDataset, Iterable[Row], Callable[[], Iterable[Row]], "pd.DataFrame"]
 """Types that a trainer takes as a dataset."""
 Reward: TypeAlias = grpo_trainer.RewardFunc | Row
 """A function, a model, or an entry of `reward_funcs` in a recipe."""
 RolloutFunc: TypeAlias = grpo_trainer.RolloutFunc
 EnvironmentFactory: TypeAlias = grpo_trainer.EnvironmentFactory
+ROLLOUTS = ("rollout_func", "environment_factory", "tools")
+"""TRL's arguments that make rollouts."""
 
 
 def named_arguments(init: Callable[P, None]) -> Callable[P, None]:
@@ -77,36 +79,37 @@ def named_arguments(init: Callable[P, None]) -> Callable[P, None]:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Checked arguments of a trainer, ready for TRL's."""
+class Ready:
+    """What a trainer is made of, checked before a model is loaded; `trl` are further arguments of TRL's trainer."""
 
     model: Any
     reward_funcs: Any
     args: GRPOExtConfig
-    train_dataset: Any
-    eval_dataset: Any
+    data: Data
     environments: list[EnvironmentSpec]
+    trl: Mapping[str, Any]
+
+    @property
+    def rollouts(self) -> dict[str, Any]:
+        """TRL's arguments that make rollouts."""
+        return {name: self.trl.get(name) for name in ROLLOUTS}
 
 
-def prepare(
+def check(
     model: Model,
     reward_funcs: object,
     args: GRPOExtConfig | None,
-    train_dataset: object,
-    eval_dataset: object,
-    environments: Sequence[Any] | None,
-    *,
-    quantization_config: object,
-    peft_config: object,
-    reward_workers: int | None,
-    rollouts: Mapping[str, Any],
-) -> Prepared:
-    """Check the arguments of a trainer and prepare them for TRL.
+    data: Data,
+    environments: Sequence[Any] | None = None,
+    reward_workers: int | None = None,
+    **trl: Any,
+) -> Ready:
+    """Check the arguments of a trainer, and its data for them, and prepare them for TRL.
 
-    `rollouts` holds TRL's arguments that generate completions: rollout_func, environment_factory, tools.
+    `trl` are further arguments of TRL's trainer, such as `peft_config`. Warnings are logged.
 
     Raises:
-        ConfigError: all problems of the arguments.
+        ConfigError: all problems.
         TypeError: `args` is not a `GRPOExtConfig`.
     """
     if args is None:
@@ -114,70 +117,82 @@ def prepare(
         args = GRPOExtConfig(f"{name.split('/')[-1] or 'model'}-GRPO")
     if not isinstance(args, GRPOExtConfig):
         raise TypeError(f"args is a {type(args).__name__}: give a GRPOExtConfig, which has the same fields and more.")
-    checked = isinstance(train_dataset, Checked)
-    factory = rollouts["environment_factory"] is not None  # which may bring prompts and a reward
-    problems: list[Any] = [*missing(args)]
-    train_dataset = seen(as_dataset(train_dataset, "train_dataset"), "train_dataset", problems)
-    eval_dataset = seen(as_dataset(eval_dataset, "eval_dataset"), "eval_dataset", problems)
     specs, found = parse_environments(environments)
-    problems += [*found, *setting_problems(specs, args), *beside_problems(specs, rollouts)]
+    ready = Ready(policy(model), [], args, data, specs, trl)
+    rollouts, peft_config = ready.rollouts, trl.get("peft_config")
+    problems: list[Problem] = [*missing(args), *_uninstalled(args, trl.get("optimizers")), *data.problems, *found]
+    problems += [*setting_problems(specs, args), *beside_problems(specs, rollouts)]
     problems += [*rollout_problems(args, rollouts), *process_engine.rollout_problems(args, rollouts)]
-    if not checked:
-        problems += data_problems(args, train_dataset, eval_dataset, prompts_made=factory)
-        evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
-        of_rows = [environment_data_problems(specs, dataset) for dataset in (train_dataset, *evaluated)]
-        problems += dict.fromkeys(problem for found in of_rows for problem in found)
-    if columns := image_columns(train_dataset, eval_dataset):
-        problems += [*image_problems(args, columns), *image_rollout_problems(rollouts)]
-    losses, known = added_losses(args), getattr(train_dataset, "column_names", None)
-    problems += added_loss_problems(losses, plain=not (columns or specs or any(rollouts.values())))
-    problems += column_problems(losses, known) if known else []
-    problems += quantized_problems(args, model, quantization_config)
+    problems += quantized_problems(args, model, trl.get("quantization_config"))
     adapters = [peft_config] if peft_config is not None else [*getattr(model, "peft_config", {}).values()]
-    problems += [found for config in adapters for found in peft_problems(config)]
-    if reward_funcs or not factory:
-        own = environment_reward(specs)
-        reward_funcs, args = prepare_rewards(reward_funcs, args, reward_workers, train_dataset, own, problems)
-    if problems:
+    problems += [problem for config in adapters for problem in peft_problems(config)]
+    rewards: tuple[list[RewardSpec], list[RewardSpec]] = [], []
+    if reward_funcs or rollouts["environment_factory"] is None:  # which may bring a reward
+        ready, rewards = _with_rewards(ready, reward_funcs, reward_workers, problems)
+    ready = _with_processor(ready)
+    problems += [*_image_problems(ready), *_added_loss_problems(ready)]
+    processor = ready.trl["processing_class"]
+    tokenizer = None if data.problems else getattr(processor, "tokenizer", processor)
+    run = Run(args, data, *rewards, specs, tokenizer, extended=any(rollouts.values()))
+    found, notes = data_problems(run)
+    if problems := [*problems, *found]:
         raise ConfigError(problems)
-    return Prepared(policy(model), reward_funcs, args, train_dataset, eval_dataset, specs)
+    for note in notes if rank() == 0 else ():
+        logger.warning(note)
+    return ready
 
 
-# Data and model.
-
-
-def seen(dataset: Any, name: str, problems: list[Any]) -> Any:
-    """Return a dataset, or several by name, with pictures where its columns of images hold paths or bytes.
-
-    A dataset whose images cannot be read is returned as it is, and its problems are added to `problems`.
-    """
-    if isinstance(dataset, Mapping):
-        return {key: seen(value, f"{name}[{key!r}]", problems) for key, value in dataset.items()}
+def _uninstalled(args: GRPOExtConfig, optimizers: tuple[Any, Any] | None) -> Iterator[Problem]:
+    """Yield what a tracker or an optimizer of transformers says where its package is not installed."""
     try:
-        return as_read(with_opened_images(dataset, name))
-    except DataError as error:
-        problems += error.problems
-        return dataset
+        for callback in get_reporting_integration_callbacks(args.report_to):
+            callback()
+    except (ImportError, RuntimeError) as error:
+        yield replace(refusal(error, args, "report_to"), field="report_to", value=args.report_to)
+    try:
+        if not any(optimizers or ()):
+            Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ImportError, ValueError) as error:
+        if "install" in str(error):  # others need the model
+            yield replace(refusal(error, args, "optim"), field="optim", value=plain(args.optim))
 
 
-def data_problems(
-    args: GRPOExtConfig, train_dataset: object, eval_dataset: object, *, prompts_made: bool = False
-) -> Iterator[Any]:
-    """Find rows without prompts, columns that collide with TRL's arguments to rewards, and too few rows.
+# Model and data.
 
-    `prompts_made`: `environment_factory` is given, for which TRL starts a row without a prompt with an empty one.
-    """
-    evaluated = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
-    clashes: dict[Any, None] = {}
-    for name, dataset in {"train_dataset": train_dataset, **evaluated}.items():
-        if not prompts_made or "prompt" in (getattr(dataset, "column_names", None) or ()):
-            yield from prompt_problems(dataset, name, continued=prompts_made)
-        if isinstance(dataset, Dataset):
-            clashes |= dict.fromkeys(check_columns(dataset.column_names))
-    yield from clashes
-    if isinstance(train_dataset, Dataset):
-        yield from too_few(args, len(train_dataset))
-    yield from ahead_problems(args, train_dataset)
+
+def _with_processor(ready: Ready) -> Ready:
+    """Add the tokenizer or processor that TRL would load; where it cannot be loaded TRL says why."""
+    if ready.trl.get("processing_class") is not None:
+        return ready
+    model, args, revision, loaded = ready.model, ready.args, None, None
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    if isinstance(model, str):
+        revision = as_mapping(args.model_init_kwargs).get("revision")
+    with suppress(Exception):
+        with suppress(OSError):  # of a hub that does not answer
+            name = (base_of(name, revision) or (name,))[0]
+        sides, trust = {"truncation_side": "left", "padding_side": "left"}, args.trust_remote_code
+        loaded = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust, **sides)
+    return replace(ready, trl={**ready.trl, "processing_class": loaded})
+
+
+def _image_problems(ready: Ready) -> Iterator[Problem]:
+    """Yield why images in the data would not reach the model."""
+    columns, processor = image_columns(ready.data.named), ready.trl["processing_class"]
+    if columns:
+        yield from image_rollout_problems(ready.rollouts)
+    if columns and isinstance(processor, PreTrainedTokenizerBase):  # which would write them into the prompt as text
+        reason = f"the processor is a {type(processor).__name__}, so the model would not see the images"
+        cure = "Name a model of images and text with its processor, or remove the column."
+        yield Problem(f"column {columns[0]!r}", ABSENT, reason, cure)
+
+
+def _added_loss_problems(ready: Ready) -> Iterator[Problem]:
+    """Yield why losses beside the policy's cannot be computed on the data."""
+    losses, known = added_losses(ready.args), getattr(ready.data.train, "column_names", None)
+    plain = not (image_columns(ready.data.named) or ready.environments or any(ready.rollouts.values()))
+    yield from added_loss_problems(losses, plain=plain)
+    yield from column_problems(losses, known) if known else ()
 
 
 def quantized_problems(args: GRPOExtConfig, model: object, quantization_config: object) -> Iterator[Any]:
@@ -241,74 +256,48 @@ def check_trained(args: GRPOExtConfig, train_dataset: object, steps: int) -> Non
 # Rewards.
 
 
-def prepare_rewards(
-    reward_funcs: Any,
-    args: GRPOExtConfig,
-    workers: int | None,
-    train_dataset: object,
-    of_environments: list[Any],
-    problems: list[Any],
-) -> tuple[list[Any], GRPOExtConfig]:
-    """Return TRL's `reward_funcs`, and `args` with their weights; problems are added to `problems`.
+def _with_rewards(
+    ready: Ready, reward_funcs: Any, workers: int | None, problems: list[Problem]
+) -> tuple[Ready, tuple[list[RewardSpec], list[RewardSpec]]]:
+    """Add TRL's `reward_funcs` and their weights, and return the specs of those that are named and of functions.
 
     Functions and models stay; names, paths and mappings become components, as in a recipe. The reward of the
-    environments, if they have one, comes last.
+    environments, if they have one, comes last. Problems are added to `problems`.
     """
+    args, of_environments = ready.args, environment_reward(ready.environments)
     if of_environments and not reward_funcs:
-        return of_environments, args
+        return replace(ready, reward_funcs=of_environments), ([], [])
     if isinstance(reward_funcs, str | Mapping) or callable(reward_funcs):
         reward_funcs = [reward_funcs]
     entries = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else reward_funcs
     specs, found = parse_rewards(entries, args.reward_weights)
-    if isinstance(entries, list):
-        found += [
-            problem for i, entry in enumerate(entries) for problem in _call_problems(f"reward_funcs[{i}]", entry)
-        ]
+    for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+        found += _call_problems(f"reward_funcs[{i}]", entry)
     if found:
         problems += found
-        return [], args
-    own = [spec for entry, spec in zip(entries, specs, strict=True) if not callable(entry)]
-    columns = getattr(train_dataset, "column_names", None)  # None for some streams
-    for problem in absences(own, [*columns, TRAJECTORY]) if columns else ():  # a rollout may add trajectories
-        logger.warning(str(problem))
+        return ready, ([], [])
+    pairs = [*zip(entries, specs, strict=True)]
+    own = [spec for entry, spec in pairs if not callable(entry)]
     failures = Path(args.output_dir or ".") / "reward_failures"
-    functions = iter(Runtime(own, workers=workers, failures=failures, seed=args.seed).functions)
+    components = iter(Runtime(own, workers=workers, failures=failures, seed=args.seed).functions)
     weights = [spec.weight for spec in specs]
     if args.reward_weights is None and any(weight != 1.0 for weight in weights):
         args = args.changed(reward_weights=weights)  # the caller may use them again, with other rewards
     if of_environments and args.reward_weights is not None:
         args = args.changed(reward_weights=[*list(args.reward_weights or ()), 1.0])
-    return [*(entry if callable(entry) else next(functions) for entry in entries), *of_environments], args
+    functions = [entry if callable(entry) else next(components) for entry in entries]
+    named = [*own, *(entry.spec for entry in entries if isinstance(entry, Component))]
+    others = [spec for entry, spec in pairs if callable(entry) and not isinstance(entry, Component)]
+    return replace(ready, reward_funcs=[*functions, *of_environments], args=args), (named, others)
 
 
-def check_reward_names(names: list[str]) -> None:
-    """Refuse two rewards of one name, which stock TRL averages together in its logs.
-
-    Raises:
-        ConfigError: a name is used twice.
-    """
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ConfigError(
-            Problem(
-                "reward_funcs",
-                ABSENT,
-                f"{names.count(name)} rewards have the name {name!r}, so that their logs would be mixed",
-                "Give each its own name.",
-            )
-            for name in repeated
-        )
-
-
-def check_best_metric(args: GRPOExtConfig, eval_dataset: object, names: Sequence[str]) -> None:
-    """Refuse a `metric_for_best_model` that is missing in all of several evaluation sets.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    sets = [*map(str, eval_dataset)] if isinstance(eval_dataset, Mapping) else []
-    if sets and (found := [*best_metric_problems(args.metric_for_best_model, names, sets)]):
-        raise ConfigError(found)
+def name_problems(args: GRPOExtConfig, evaluation: object, names: Sequence[str]) -> Iterator[Problem]:
+    """Yield rewards of one name, which stock TRL averages in its logs, and a best metric that no evaluation has."""
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        reason = f"{names.count(name)} rewards have the name {name!r}, so that their logs would be mixed"
+        yield Problem("reward_funcs", ABSENT, reason, "Give each its own name.")
+    if isinstance(evaluation, Mapping) and evaluation:
+        yield from best_metric_problems(args.metric_for_best_model, names, [*map(str, evaluation)])
 
 
 def _call_problems(field: str, function: object) -> Iterator[Problem]:

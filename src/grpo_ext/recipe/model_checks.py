@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub import errors as hub
 from peft import PeftConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import ModelConfig, get_peft_config
@@ -18,11 +19,10 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import as_far_as_sound, refusal
 from grpo_ext.config.vllm import leaves_packed, quantized_problem
-from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.loading import load_tokenizer_of
-from grpo_ext.recipe.lora import unmatched
-from grpo_ext.recipe.model_files import class_problems, config_problems, first_line, lacks_tokenizer
+from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.models.loaded_model import own_weights
 from grpo_ext.rollout.vllm.unpushable import unpushable
 
@@ -87,27 +87,28 @@ def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) 
     try:
         config = AutoConfig.from_pretrained(whole, revision=revision, trust_remote_code=trust)
     except Exception as error:  # training would meet the same error
-        policy.unknown = first_line(error)
-        yield from config_problems(str(model.model_name_or_path), error)
+        policy.unknown = _first_line(error)
+        yield from _config_problems(str(model.model_name_or_path), error)
         return
-    if found := list(class_problems(str(model.model_name_or_path), config)):
-        yield from found
-        policy.unknown = "see above"
+    if config.is_encoder_decoder:  # GRPO in TRL would cut the text of a decoder beside an encoder
+        policy.unknown, kind = "see above", (config.architectures or ["model"])[0]
+        cure = "Name a model that generates text, such as Qwen/Qwen2.5-0.5B-Instruct."
+        yield problem(f"a {kind}, encoder and decoder; GRPO in TRL is for decoders only", cure)
         return
     try:
         policy.empty = _build(config, trust)
     except Exception as error:
-        policy.unknown = first_line(error)
+        policy.unknown = _first_line(error)
         yield problem(f"no model can be made from its config.json ({policy.unknown})", "Correct it.")
     cure = "Save it there: AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)."
-    if lacks_tokenizer(name) and lacks_tokenizer(whole):
+    if _lacks_tokenizer(name) and _lacks_tokenizer(whole):
         yield problem("this folder has no tokenizer", cure)
         return
     try:
         policy.tokenizer = load_tokenizer_of(name, model.model_revision, trust)
     except Exception as error:
         if Path(name).is_dir():
-            yield problem(f"no tokenizer can be loaded from it ({first_line(error)})", cure)
+            yield problem(f"no tokenizer can be loaded from it ({_first_line(error)})", cure)
 
 
 def _build(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
@@ -116,6 +117,41 @@ def _build(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel
         if known is None:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         return known._from_config(config)
+
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "processor_config.json"),
+)
+
+
+def _lacks_tokenizer(name: str) -> bool:
+    """Return True for a folder without a tokenizer's file, from which transformers would make an empty one."""
+    folder = Path(name)
+    return folder.is_dir() and not any((folder / file).is_file() for file in _TOKENIZER_FILES)
+
+
+_OF_THE_HUB = (hub.GatedRepoError, hub.RevisionNotFoundError, hub.RepositoryNotFoundError, hub.HFValidationError)
+_UNKNOWN = ("trust_remote_code", "does not recognize this architecture", "is not a local folder")
+
+
+def _config_problems(name: str, error: Exception) -> Iterator[Problem]:
+    """Yield transformers' error about the configuration of a model; an unreachable hub is not a problem."""
+    local = Path(name).expanduser().exists() and not _is_due_to(error, hub.LocalEntryNotFoundError)
+    told = any(words in str(error) for words in _UNKNOWN) or isinstance(error, KeyError)
+    if local or told or _is_due_to(error, *_OF_THE_HUB):
+        yield Problem("model_name_or_path", name, _first_line(error), "")
+
+
+def _is_due_to(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+    while error is not None and not isinstance(error, kinds):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error, or its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 # The settings of the recipe.
@@ -188,12 +224,12 @@ def _adapter_problems(
         except NotImplementedError:  # an initialisation that reads weights
             return
         except Exception as error:
-            reason = f"PEFT cannot put this adapter on its base ({first_line(error)})"
+            reason = f"PEFT cannot put this adapter on its base ({_first_line(error)})"
             yield Problem("model_name_or_path", name, reason, "Name another adapter.")
             return
     elif not model.use_peft:
         return
-    elif found := [*unmatched(empty, model)]:
+    elif found := [*_unmatched(empty, model)]:
         yield from found
         return
     else:
@@ -205,3 +241,29 @@ def _adapter_problems(
     policy.trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     if training.use_vllm:
         yield from unpushable(adapted, on_cpu=training.use_cpu)
+
+
+def _unmatched(empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:
+    """Yield names in a list that match no module of the model: PEFT trains the others."""
+    modules = dict(empty.named_modules())
+    linear = sorted({n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, torch.nn.Linear)})
+    head = next((n for n, m in modules.items() if m is empty.get_output_embeddings()), None)
+    layers = [name for name in linear if name != head]
+    every = sorted({name.rpartition(".")[2] for name in modules if name})
+    parameters = [name for name, _ in empty.named_parameters()]
+    tails = sorted({".".join(name.split(".")[-2:]) for name in parameters})
+    for setting, kind, names, known in (
+        ("lora_target_modules", "module", modules, [*layers, "all-linear"]),
+        ("lora_modules_to_save", "module", modules, every),
+        ("lora_target_parameters", "parameter", parameters, tails),
+    ):
+        given = getattr(model, setting)
+        for target in given or () if not isinstance(given, str) else ():  # PEFT refuses a text that fits nothing
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                reason = f"no {kind} of {type(empty).__name__} has the name {target!r}"
+                yield Problem(setting, ABSENT, reason, did_you_mean(str(target), known))
+    if head is not None and head in (model.lora_target_modules or ()):
+        reason = (
+            f"TRL takes log-probabilities from the weight of {head!r} directly, and would not train an adapter on it"
+        )
+        yield Problem("lora_target_modules", model.lora_target_modules, reason, "Remove it.")
