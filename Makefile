@@ -30,7 +30,7 @@ QUICK := -m "not slow and not vllm"
 
 .DEFAULT_GOAL := help
 DEVICE ?= cuda
-.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest test-newest lint mutations tables docs bench bench-gpu bench-real bench-curves bench-losses bench-overlap bench-splits bench-sampler bench-environments bench-agents bench-claims bench-trl clean
+.PHONY: help install install-vllm install-deepspeed demo test test-all test-vllm test-lowest test-newest lint mutations tables docs bench bench-gpu bench-real bench-curves bench-distillation bench-losses bench-overlap bench-splits bench-sampler bench-environments bench-agents bench-claims bench-trl clean
 
 help:
 	@echo "make install       create $(VENV) and install grpo-ext with all development tools, at the pinned versions"
@@ -50,6 +50,7 @@ help:
 	@echo "make bench-gpu     check and time everything on this machine's GPU, beside stock TRL, and rewrite docs/launching.md's table; 10 minutes"
 	@echo "make bench-real MODEL=FOLDER DATA=FOLDER BEFORE=FOLDER  time steps of a real model on GSM8K beside stock TRL (DEVICE=cuda, ARGS='--lora')"
 	@echo "make bench-curves MODEL=FOLDER  train a real model from three seeds, by a random reward and by stock TRL, and evaluate all: 2 hours"
+	@echo "make bench-distillation  teach the quickstart's model by a trained one and by itself, and write benchmarks/distillation.md"
 	@echo "make bench-losses  train the quickstart task with six losses and write benchmarks/losses.md"
 	@echo "make bench-overlap time steps in turn beside those that overlap with rollouts, and rewrite docs/overlap.md's table; 12 minutes"
 	@echo "make bench-environments  let a thousand attempts at environments and agents fail, and see what that costs the others"
@@ -162,6 +163,10 @@ bench-curves: install
 	@echo "bench-curves: three seeds, a control and stock TRL, trained from MODEL and evaluated; 2 hours, may be stopped and resumed"
 	$(BIN)/python benchmarks/real_curves.py --model "$(MODEL)"
 	$(BIN)/python docs/tables.py
+
+bench-distillation: install
+	@echo "bench-distillation: the quickstart's model, taught"
+	$(QUIET_ENV) $(BIN)/python benchmarks/distillation.py
 
 bench-losses: install
 	@echo "bench-losses: the quickstart task with six losses"

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_ext.config.weight_schedule import schedule_problems, weight_at
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 from grpo_ext.rewards.outcomes import ScoredCall, merged, read_value
 from grpo_ext.rewards.runtime import Runtime
-from grpo_ext.rewards.schedule import schedule_problems, weight_at
 from grpo_ext.rewards.workers.pool import Outcome, Status
 from support import faulty
 from support.processes import PATIENCE

@@ -10,6 +10,7 @@ from datasets import Dataset
 from grpo_ext.commands.memory import copies, fitting, gib, of_recipe, shares, too_large, too_many
 from grpo_ext.commands.serve import server_url, wanted
 from grpo_ext.commands.train import is_fsdp, wanted_launch
+from grpo_ext.config.added_losses import added_losses
 from grpo_ext.config.ahead import described
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.engines import fsdp_on_cpu
@@ -85,14 +86,14 @@ def plan(recipe: Recipe, preflight: Preflight, launch: Launch = NO_LAUNCH) -> di
 
 def _loss(recipe: Recipe) -> Section:
     objective = recipe.training.objective
-    departures, beta, paper = objective.departures(), recipe.training.beta, objective.row.beta
-    but = f", but for the {', '.join(departures)}" if departures else ""
+    beta, paper = recipe.training.beta, objective.row.beta
     weights = [(spec.name, spec.weight) for spec in recipe.rewards]
     weights += [(f"environment {spec.name}", spec.weight) for spec in recipe.environments if spec.owns_reward]
     return [
         ("loss", objective.describe()),
-        ("formula", f"{objective.row.formula or 'of your own'}{but}"),
-        ("paper", f"{objective.row.paper or 'of your own'}{but and ' (modified)'}"),
+        ("formula", f"{objective.row.formula or 'of your own'}{' (modified)' if objective.departures() else ''}"),
+        ("paper", objective.source or "of your own"),
+        *(("beside it", loss.describe()) for loss in added_losses(recipe.training)),
         *([("clip", idle)] if (idle := idle_clip(recipe.training)) else []),
         *([("KL", f"the paper trains with beta: {paper:g}; here it is {beta:g}")] if beta != paper > 0 else []),
         ("rewards", ", ".join(f"{name} x {weight:g}" for name, weight in weights)),

@@ -173,6 +173,11 @@ class GRPOExtArguments(GRPOConfig):
         "without that forward and without `sampler_correction`; 'interpolated', between the two by the age of the "
         "sampler's weights (A-3PO), without that forward, and weighed by the ratio to the sampler up to 2.",
     )
+    losses: list | str | None = described(
+        None,
+        "Losses beside the policy's, each {type, weight, weight_schedule, where, aggregation, name} and what its type "
+        "takes: 'reverse_kl' or 'jsd' to a teacher, 'cross_entropy' on demonstrations. None (default): none.",
+    )
     vllm_engine_kwargs: dict | str | None = described(
         None,
         "Further options of vLLM's engine, as its `EngineArgs` names them, such as {'kv_cache_dtype': 'fp8'}. With "

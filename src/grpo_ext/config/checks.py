@@ -1,5 +1,6 @@
 """Every rule that a config must obey, checked all at once."""
 
+from grpo_ext.config.added_losses import ADDED_LOSS_RULES
 from grpo_ext.config.ahead import AHEAD_RULES
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import BATCH_RULES
@@ -18,7 +19,7 @@ from grpo_ext.errors import Problem
 
 RELATIONS: tuple[Rule, ...] = (
     *(*BATCH_RULES, *ENGINE_RULES, *VLLM_RULES, *SAMPLER_RULES, *RUN_RULES, *KEYWORD_RULES),
-    *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *AHEAD_RULES),
+    *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *ADDED_LOSS_RULES, *AHEAD_RULES),
 )
 """Rules between fields. A rule ends where it reads a field that is refused already, so each is about one matter."""
 

@@ -119,7 +119,7 @@ def _reward_weights(config: GRPOExtArguments) -> Iterator[Problem]:
         if not isinstance(weight, int | float) or not math.isfinite(weight):
             yield Problem("reward_weights", weights, f"{weight!r} is not a finite number", "Give one per reward.")
             return
-    if weights and not any(weights):
+    if weights and not any(weights) and not config.losses:
         yield Problem(
             "reward_weights", weights, "every reward has the weight 0", "Give at least one reward another weight."
         )

@@ -155,9 +155,9 @@ class GRPOExtConfig(GRPOExtArguments):
         self.report_to = self.report_to or "none"  # transformers refuses null once the model is loaded
         for name in OF_THE_RUN:
             setattr(self, name, expand(name, getattr(self, name)))
-        for name in (*KWARGS, "liger_kernel_config", "sampler_correction"):
+        for name in (*KWARGS, "liger_kernel_config", "sampler_correction", "losses"):
             text = getattr(self, name)
-            begins = ("{", "[") if name == "sampler_correction" else "{"  # it may be a list of blocks
+            begins = ("{", "[") if name in ("sampler_correction", "losses") else "{"  # it may be a list
             if isinstance(text, str) and text.startswith(begins):
                 with suppress(ValueError):  # `mapping_problems` says so
                     setattr(self, name, parse_json(text))

@@ -82,7 +82,7 @@ SETTINGS: dict[str, Setting] = {
     # The loss.
     **_group(
         Change.ANOTHER_RUN,
-        *("loss_type", "loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs", "use_adaptive_entropy"),
+        *("loss_type", "losses", "loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs", "use_adaptive_entropy"),
         *("use_bias_correction_kl", "mask_truncated_completions"),
         *("skip_zero_advantages", "vllm_importance_sampling_correction"),
         *("entropy_coef", "entropy_coef_min", "entropy_coef_max"),

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -63,8 +63,14 @@ class Objective:
         )
         return f"{self.loss_type}: {', '.join(axes)}"
 
+    @property
+    def source(self) -> str:
+        """The row's paper, and in what the loss departs from it."""
+        departures, paper = self.departures(), self.row.paper
+        return f"{paper}, but for {', '.join(departures)}" if departures and paper else paper
+
     def departures(self) -> list[str]:
-        """Describe the axes that differ from the row's, for which the row's formula and paper do not hold."""
+        """Describe the axes and options that differ from the row's: its formula or numbers do not hold."""
         axes = {
             "ratio": "importance_sampling_level",
             "advantage": "advantage_estimator",
@@ -73,15 +79,21 @@ class Objective:
         }
         if self.beta:
             axes |= {"kl": "kl_estimator", "kl_placement": "kl_placement"}
-        return [
+        found = [
             f"{name} {getattr(self, axis)!r} in place of {getattr(self.row, axis)!r}"
             for axis, name in axes.items()
             if getattr(self, axis) != getattr(self.row, axis)
         ]
+        published = option_defaults(self.row.function) | dict(self.row.options)
+        found += _changed(self.options, published, self.row.field_of)
+        if self.advantage == self.row.advantage:
+            published = option_defaults(estimators[self.advantage]) | dict(self.row.advantage_kwargs)
+            found += _changed(self.advantage_kwargs, published, "advantage_kwargs.{}".format)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return all axes in JSON's types."""
-        row = {"surrogate": self.row.function.__name__, "formula": self.row.formula, "paper": self.row.paper}
+        row = {"surrogate": self.row.function.__name__, "formula": self.row.formula, "paper": self.source}
         axes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "row"}
         return {**axes, **row} | {name: dict(value) for name, value in axes.items() if isinstance(value, Mapping)}
 
@@ -283,6 +295,22 @@ class Objective:
         if "kl_rewards" not in self.estimator_inputs:
             total = total - self.beta * kl.sum(dim=-1)
         return torch.where(mask.any(dim=-1), total, math.nan)[..., None]
+
+
+def _changed(
+    options: Mapping[str, Any], published: Mapping[str, Any], field_of: Callable[[str], str | None]
+) -> list[str]:
+    """Describe the options that differ from the published ones by more than the rounding of float32."""
+    return [
+        f"{field_of(name) or name} {value} in place of {published[name]}"
+        for name, value in options.items()
+        if name in published and published[name] is not inspect.Parameter.empty and not _same(value, published[name])
+    ]
+
+
+def _same(value: object, other: object) -> bool:
+    numbers = isinstance(value, int | float) and isinstance(other, int | float)
+    return math.isclose(value, other, rel_tol=1e-6) if numbers else value == other  # type: ignore[arg-type]
 
 
 def _arguments(options: Mapping[str, Any]) -> str:

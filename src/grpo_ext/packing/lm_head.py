@@ -69,14 +69,14 @@ class LabelledLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        ctx.form = _Form(dtype, temperature, softcap, scale, kept)
+        ctx.form = Form(dtype, temperature, softcap, scale, kept)
         logps = torch.empty(len(hidden), dtype=ctx.form.exact, device=hidden.device)
         entropies = torch.empty_like(logps) if "entropy" in outputs else None
-        head, whole = _head(weight, bias, dtype), []
-        for rows in _chunks(hidden, weight, dtype):
+        head, whole = head_of(weight, bias, dtype), []
+        for rows in chunks(hidden, weight, dtype):
             logits = nn.functional.linear(hidden[rows].to(dtype), *head)
-            for part in _blocks(rows, logits):
-                log_p, _ = _log_softmax(logits, rows, part, ctx.form)
+            for part in blocks(rows, logits):
+                log_p, _ = log_softmax(logits, rows, part, ctx.form)
                 logps[part] = log_p.gather(1, labels[part, None])[:, 0]
                 if entropies is not None:
                     entropies[part] = -log_p.exp().mul_(log_p).sum(dim=1)
@@ -98,15 +98,15 @@ class LabelledLogProbs(torch.autograd.Function):
         hidden, weight, bias, labels, entropies, *whole = ctx.saved_tensors
         dtype, exact = ctx.form.dtype, ctx.form.exact
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        head = _head(weight, bias, dtype)
+        head = head_of(weight, bias, dtype)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         d_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
-        for rows in _chunks(hidden, weight, dtype):
+        for rows in chunks(hidden, weight, dtype):
             logits = whole[0] if whole else nn.functional.linear(hidden[rows].to(dtype), *head)
             d_logits = torch.empty_like(logits) if whole else logits
-            for part in _blocks(rows, logits):
-                log_p, slope = _log_softmax(logits, rows, part, ctx.form)
+            for part in blocks(rows, logits):
+                log_p, slope = log_softmax(logits, rows, part, ctx.form)
                 grad = _logit_gradient(
                     log_p,
                     labels[part],
@@ -117,17 +117,17 @@ class LabelledLogProbs(torch.autograd.Function):
                 grad = (grad if slope is None else grad * slope).mul_(ctx.form.scale / ctx.form.temperature)
                 if d_bias is not None:
                     d_bias += grad.sum(dim=0)
-                d_logits[_within(part, rows)] = grad
+                d_logits[within(part, rows)] = grad
             if d_hidden is not None:
                 d_hidden[rows] = (d_logits @ head[0]).to(hidden.dtype)
             if d_weight is not None:
-                _add_product(d_weight, d_logits, hidden[rows].to(dtype))
+                add_product(d_weight, d_logits, hidden[rows].to(dtype))
             del logits, d_logits
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), *[None] * 7
 
 
-def _add_product(
+def add_product(
     total: Float[Tensor, "vocabulary hidden"],
     left: Float[Tensor, "positions vocabulary"],
     right: Float[Tensor, "positions hidden"],
@@ -142,7 +142,7 @@ def _add_product(
         total[part] += left[:, part].T @ right
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """How log-probabilities come from logits."""
 
     dtype: torch.dtype
@@ -157,7 +157,8 @@ class _Form(NamedTuple):
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-def _head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def head_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of an LM head in the precision of its product."""
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
@@ -167,27 +168,29 @@ def chunk_size(positions: int, vocabulary: int, width: int) -> int:
     return max(1, -(-positions // max(1, count)))
 
 
-def _chunks(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+def chunks(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    """Yield the positions whose logits are computed at a time."""
     positions = len(hidden)
     size = chunk_size(positions, len(weight), dtype.itemsize)
     for start in range(0, positions, size):
         yield slice(start, min(start + size, positions))
 
 
-def _blocks(rows: slice, logits: Tensor) -> Iterator[slice]:
+def blocks(rows: slice, logits: Tensor) -> Iterator[slice]:
     """Positions of a chunk whose softmax is computed at a time."""
     size = max(1, (CPU_BLOCK if logits.device.type == "cpu" else BLOCK) // logits.shape[1])
     for start in range(rows.start, rows.stop, size):
         yield slice(start, min(start + size, rows.stop))
 
 
-def _within(part: slice, rows: slice) -> slice:
+def within(part: slice, rows: slice) -> slice:
+    """Return the place of positions in the chunk `rows`."""
     return slice(part.start - rows.start, part.stop - rows.start)
 
 
-def _log_softmax(chunk: Tensor, rows: slice, part: slice, form: _Form) -> tuple[Tensor, Tensor | None]:
+def log_softmax(chunk: Tensor, rows: slice, part: slice, form: Form) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities [positions, vocabulary] of a part of a chunk, and the slope of the soft cap."""
-    logits, slope = chunk[_within(part, rows)].to(form.exact, copy=True), None
+    logits, slope = chunk[within(part, rows)].to(form.exact, copy=True), None
     logits = logits.mul_(form.scale) if form.scale != 1.0 else logits
     if form.softcap is not None:
         bent = torch.tanh(logits / form.softcap)
@@ -213,7 +216,7 @@ def _logit_gradient(
     return grad
 
 
-class _Head(NamedTuple):
+class HeadFunction(NamedTuple):
     """Stands in for the autograd function that TRL's LM head calls."""
 
     apply: Callable[..., Any]
@@ -233,7 +236,7 @@ def labelled_positions_only(
         def apply(hidden: Tensor, *args: Any) -> Any:
             return LabelledLogProbs.apply(hidden, *args, kept(len(hidden)))
 
-        return temporarily(utils, _ChunkedLogProbFunction=_Head(apply))
+        return temporarily(utils, _ChunkedLogProbFunction=HeadFunction(apply))
     if device.type != "cpu":
         return nullcontext()
     return temporarily(utils, _ChunkedLogProbFunction=LabelledLogProbs)

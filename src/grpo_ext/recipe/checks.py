@@ -140,7 +140,7 @@ def unrewarded(
     """Yield why no completion would be rewarded, and settings that name a reward which does not exist."""
     yield from compatibility.unpaid_problems(environments, [spec for spec in rewards if spec.weight])
     paid = [ENVIRONMENT] if any_pays(environments) else []
-    if rewards and not paid and not any(spec.weight for spec in rewards):
+    if rewards and not paid and not training.losses and not any(spec.weight for spec in rewards):
         yield Problem("reward_funcs", ABSENT, "every reward has the weight 0", "Give at least one another weight.")
     if names := [*(spec.name for spec in rewards), *paid]:
         yield from as_far_as_sound(_judge(training, names))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from grpo_ext.config.weight_schedule import weight_at
 from grpo_ext.data.completions import row_with_rewards
 from grpo_ext.data.rows import Row
 from grpo_ext.errors import ConfigError, Problem
@@ -19,7 +20,6 @@ from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.columns import PLURALS
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Component, Runtime, values_of
-from grpo_ext.rewards.schedule import weight_at
 
 BATCH = 1024  # rows of one call of a reward, whose timeout suits a batch of training
 _START = (0, 1)  # the weights are those of step 0 of 1

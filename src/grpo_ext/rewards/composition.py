@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 from beartype.door import is_bearable
 
 from grpo_ext.config.spec import Spec
+from grpo_ext.config.weight_schedule import Schedule, schedule_problems
 from grpo_ext.errors import ABSENT, Problem, UnknownNameError
 from grpo_ext.objective.options import Ascending, Within
 from grpo_ext.registry import did_you_mean, located
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.protocol import OptionError, Reward
-from grpo_ext.rewards.schedule import Schedule, schedule_problems
 from grpo_ext.rewards.signatures import callable_name, function_options, is_async
 from grpo_ext.safe_reading import finite
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_ext.config.launch import local_world_size
+from grpo_ext.config.weight_schedule import weight_at
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.calls import RunBatches, in_process, job, lost, recovered
 from grpo_ext.rewards.columns import CALLBACKS, Columns, as_begun, check_clash, scorable_rows, with_plain_state
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import nan_warning, report
 from grpo_ext.rewards.outcomes import ScoredCall, Scores, merged, turn_counts
-from grpo_ext.rewards.schedule import weight_at
 from grpo_ext.rewards.signatures import asks, is_async
 from grpo_ext.rewards.workers.pool import Outcome, Pool
 

@@ -96,6 +96,7 @@ class Advantages:
         log: of the trainer.
         names: of the reward functions.
         as_stock: whether advantages are computed in TRL's precision where TRL has the estimator.
+        warns: whether a run without any advantage is warned of.
 
     Attributes:
         group_means: group means of past batches, which some estimators read.
@@ -103,12 +104,19 @@ class Advantages:
     """
 
     def __init__(
-        self, objective: Objective, accelerator: Accelerator, log: Log, names: list[str], *, as_stock: bool
+        self,
+        objective: Objective,
+        accelerator: Accelerator,
+        log: Log,
+        names: list[str],
+        *,
+        as_stock: bool,
+        warns: bool,
     ) -> None:
         self.objective, self.accelerator, self.log, self.names = objective, accelerator, log, names
         self.stock = as_stock and objective.stock_advantages
         self.group_means = GroupMeans(objective.remembered_batches)
-        self.monitor = AdvantageMonitor(names, warns=accelerator.is_main_process)
+        self.monitor = AdvantageMonitor(names, warns=warns)
 
     def assign(
         self, rollouts: RolloutBatch, weights: Tensor, seen: Mapping[str, Tensor], group: int

@@ -79,24 +79,35 @@ class Generation:
     micro_batches: Sequence[MicroBatch] = ()
     totals: Sequence[StepTotals] = ()
     """Totals of each optimizer step over all processes; empty with stock TRL's denominators."""
+    added: Sequence[Sequence[StepTotals]] = ()
+    """For each of the losses beside the policy's, those of its own tokens."""
 
     def __contains__(self, inputs: MicroBatch) -> bool:
         return any(batch is inputs for batch in self.micro_batches)
 
     def totals_of(self, inputs: MicroBatch) -> StepTotals | None:
         """Return the totals of the optimizer step that a micro-batch belongs to, or None for one from elsewhere."""
+        step = self._step_of(inputs)
+        return None if step is None else self.totals[step]
+
+    def added_totals_of(self, inputs: MicroBatch) -> list[StepTotals]:
+        """Return those of the losses beside the policy's."""
+        step = self._step_of(inputs)
+        assert step is not None
+        return [totals[step] for totals in self.added]
+
+    def _step_of(self, inputs: MicroBatch) -> int | None:
         window = len(self.micro_batches) // max(1, len(self.totals))
         places = (i for i, batch in enumerate(self.micro_batches) if batch is inputs and self.totals)
-        return next((self.totals[i // window] for i in places), None)
+        return next((i // window for i in places), None)
 
 
 # Denominators.
 
 
-def counted(micro_batches: Sequence[MicroBatch], window: int, accelerator: Accelerator) -> list[StepTotals]:
-    """Totals of each step of `window` micro-batches over all processes, in one reduction."""
-    masks = [live_mask(batch) for batch in micro_batches]
-    local = [torch.stack(step_totals(masks[i : i + window])) for i in range(0, len(masks), window)]
+def counted(masks: Sequence[Tensor], window: int, accelerator: Accelerator) -> list[StepTotals]:
+    """Totals of each step of `window` micro-batches with these masks over all processes, in one reduction."""
+    local = [torch.stack(step_totals([*masks[i : i + window]])) for i in range(0, len(masks), window)]
     return [StepTotals(*row) for row in accelerator.reduce(torch.stack(local), reduction="sum")]
 
 

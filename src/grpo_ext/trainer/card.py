@@ -24,7 +24,7 @@ def results(objective: Objective, steps: tuple[int, int], log: Sequence[Mapping[
             measured.append(f"| `{name}` | {known[0][name]:.4g} | {known[-1][name]:.4g} | {known[-1]['step']} |")
     lines = [
         "\n## Results\n",
-        f"{steps[0]} of {steps[1]} steps. Loss ({objective.row.paper or 'custom'}): `{objective.describe()}`.\n",
+        f"{steps[0]} of {steps[1]} steps. Loss ({objective.source or 'custom'}): `{objective.describe()}`.\n",
     ]
     if measured:
         lines += ["| metric | first | last | step |", "| --- | --- | --- | --- |", *measured]

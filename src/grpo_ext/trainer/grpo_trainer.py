@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from grpo_ext.config.adapters import make_portable
+from grpo_ext.config.added_losses import INITIAL, Distillation, added_losses
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.loss import idle_clip
 from grpo_ext.config.mappings import as_mapping
@@ -42,6 +43,7 @@ from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.trajectories import completed
 from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
+from grpo_ext.trainer.added_losses import AddedLosses
 from grpo_ext.trainer.advantages import Advantages, AssignedAdvantages
 from grpo_ext.trainer.batches import Generation, counted, counted_once, forward_only, padded, stock_totals
 from grpo_ext.trainer.callbacks import MetricsFile, StepTimes, install_progress
@@ -72,6 +74,7 @@ from grpo_ext.trainer.setup import (
     reference_from,
     widen_trained,
 )
+from grpo_ext.trainer.teacher import teacher_of
 from grpo_ext.trainer.token_budget import SHARDED, check_token_budget, more_to_come
 
 logger = logging.getLogger(__name__)
@@ -180,6 +183,7 @@ class GRPOExtTrainer(Lifecycle):
         self._set_up_reference()
         self._set_up_rollouts(ready, reward_memory_gib)
         self._set_up_forward()
+        self._set_up_added_losses()
         self._add_callbacks()
         self._set_up_loss()
         self._describe_objective()
@@ -224,7 +228,10 @@ class GRPOExtTrainer(Lifecycle):
         args, training = self.args, lambda: self.model.training
         self._log = Log(self._metrics, self._logs, self._pending_metrics, training, self.accelerator)
         as_stock, names = args.loss_defaults == "trl", self.reward_func_names
-        self._advantages = Advantages(self.objective, self.accelerator, self._log, names, as_stock=as_stock)
+        warns = self.accelerator.is_main_process and not self._added.losses
+        self._advantages = Advantages(
+            self.objective, self.accelerator, self._log, names, as_stock=as_stock, warns=warns
+        )
         aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         self._loss = Loss(self.objective, args, self.accelerator, aux_loss_coef)
         self._entropy_coef = EntropyCoefficient(self, args)
@@ -235,8 +242,9 @@ class GRPOExtTrainer(Lifecycle):
         args = self.args
         if args.beta:
             self.beta = args.beta
-            if isinstance(self.model, PeftModel):
-                self._initial = InitialWeights(self.model)
+        initial = any(isinstance(loss, Distillation) and loss.teacher == INITIAL for loss in added_losses(args))
+        if (args.beta or initial) and isinstance(self.model, PeftModel):
+            self._initial = InitialWeights(self.model)
         half = bool(args.bf16 or args.fp16 or self.model.dtype.itemsize < 4)
         self._reference_check = ReferenceCheck(
             self._made_up_logps, self._initial, half=half, follows=bool(args.sync_ref_model)
@@ -283,6 +291,19 @@ class GRPOExtTrainer(Lifecycle):
         quiet = partial(forward_only, self.model, args)
         self._scorer = Scorer(stock, self.sharing, self.accelerator, quiet, limit, self.temperature)
 
+    def _set_up_added_losses(self) -> None:
+        """Make the losses beside the policy's, with their teachers."""
+        losses, args = added_losses(self.args), self.args
+        reference = None if args.sync_ref_model else self.ref_model
+        of_run = self.model, reference, self._initial, self._tokenizer, args, self.accelerator
+        names = {loss.teacher for loss in losses if isinstance(loss, Distillation)}
+        teachers = {name: teacher_of(name, *of_run) for name in sorted(names)}
+        score, quiet = self._get_per_token_logps_and_entropies, partial(forward_only, self.model, args)
+        template = as_mapping(self.chat_template_kwargs)
+        self._added = AddedLosses(
+            losses, teachers, self._scorer, score, quiet, self._tokenizer, template, self.accelerator
+        )
+
     def _largest(self, number: Any) -> Any:
         """Return the largest of all processes' numbers."""
         return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max().item()
@@ -306,9 +327,9 @@ class GRPOExtTrainer(Lifecycle):
     def _describe_objective(self) -> None:
         """Print the loss with its paper."""
         objective = self.objective
-        departures = objective.departures()
-        paper = f"{objective.row.paper}, but for the {', '.join(departures)}" if departures else objective.row.paper
-        self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {paper}")
+        self.accelerator.print(f"{objective.describe()} | {objective.row.formula} | {objective.source}")
+        for loss in self._added.losses:
+            self.accelerator.print(f"beside it {loss.describe()}")
         if idle := idle_clip(self.args):
             self.accelerator.print(f"the clip {idle}")
         self.accelerator.print(self.sharing.describe())
@@ -326,6 +347,9 @@ class GRPOExtTrainer(Lifecycle):
         policy, entropies = self._policy_before_training(batch)
         if self.beta:
             batch["ref_per_token_logps"] = self._reference_logps(batch)
+        if self._added.losses and mode == "train":
+            group, logps = self.num_generations, lambda model, rows: self._logps(model, rows)[0]
+            batch |= self._added.columns(rollouts.rows, group, batch, self._unwrapped, logps)
         if self._evaluated is not None and rollouts.rewards is not None:
             rank, mask = self.accelerator.process_index, batch["completion_mask"]
             batch["completion_mask"] = self._evaluated.mask_fillers(mask, rollouts.rewards, rank)
@@ -513,6 +537,7 @@ class GRPOExtTrainer(Lifecycle):
     def _skips(self) -> bool:
         """Whether completions without an advantage have no part in the loss, nor in what steers the run."""
         terms = self.objective.kl_in_loss or self._entropy_bonus_enabled or self.aux_loss_enabled
+        terms = terms or self._added.reads_policy
         coupled = self.top_entropy_quantile < 1.0 or self.off_policy_mask_threshold is not None
         return self.args.zero_advantages_skipped and self.objective.row.silent_at_zero and not terms and not coupled
 
@@ -520,6 +545,7 @@ class GRPOExtTrainer(Lifecycle):
         mode, outputs = self._log.mode, list[LossOutput]()
         totals = self._totals(inputs, live_mask(inputs), mode)
         parts = self._scorer.parts(model, inputs, self._live_rows(inputs, mode))
+        added = self._generation.added_totals_of(inputs) if mode == "train" and self._added.losses else []
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
         count = sum(not part.is_spare for part in parts)
         for part in parts:
@@ -527,7 +553,11 @@ class GRPOExtTrainer(Lifecycle):
             weighed, coef = self._sampler_corrected, self._entropy_coef.value
             at = Moment(mode == "train", accumulation, weighed, coef, count, self.collector.proximal_share)
             with nullcontext() if last else more_to_come(self.accelerator, model):
+                heads = self._added.teacher_heads(self._unwrapped, part.inputs) if added else []
                 output = self._loss(self._scores(model, part.inputs, part.live), part, totals, at)
+                if added and not part.is_spare:
+                    progress = self.state.global_step, self.state.max_steps
+                    output = self._added.add(output, model, part.inputs, heads, added, progress)
                 if not last:
                     self._add_gradient(output.loss)
                 self._log_loss(output)
@@ -598,7 +628,11 @@ class GRPOExtTrainer(Lifecycle):
         window = self.args.gradient_accumulation_steps
         if self._regroups:
             batches = regroup(batches, window, self._skips)
-        return Generation(batches, counted(batches, window, self.accelerator) if self.args.exact_denominators else ())
+        if not self.args.exact_denominators:
+            return Generation(batches)
+        every = [live_mask(batch) for batch in batches], *zip(*map(self._added.masks, batches), strict=True)
+        totals, *added = (counted(masks, window, self.accelerator) for masks in every)
+        return Generation(batches, totals, added)
 
     def _totals(self, inputs: MicroBatch, mask: Tensor, mode: str) -> StepTotals:
         """Denominators of the optimizer step that a micro-batch belongs to."""

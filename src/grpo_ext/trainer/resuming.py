@@ -130,7 +130,8 @@ class Resuming(Saving):
         state.fill_table(self._logs, saved["table"])
         state.read_reference(self._resumed.checkpoint, rank, self._followed_reference())
         if saved["micro_batches"]:
-            self._generation = Generation(saved["micro_batches"], [StepTotals(*row) for row in saved["totals"]])
+            totals, *added = ([StepTotals(*row) for row in rows] for rows in (saved["totals"], *saved["added_totals"]))
+            self._generation = Generation(saved["micro_batches"], totals, added)
             self._buffered_inputs = self._generation.micro_batches
         if self.collector.ahead is not None:
             of_host = self.accelerator.local_process_index

@@ -100,6 +100,7 @@ class Saving(GRPOTrainer):
             "step": self._step,
             "micro_batches": [] if closed else [dict(batch) for batch in generation.micro_batches],
             "totals": [] if closed else [list(totals) for totals in generation.totals],
+            "added_totals": [] if closed else [[list(totals) for totals in every] for every in generation.added],
             "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
             "loss": self._tr_loss.clone(),
             "_total_loss_scalar": self._total_loss_scalar,

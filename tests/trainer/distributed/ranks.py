@@ -27,11 +27,13 @@ from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.packing.token_budget import TokenBudget
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.token_budget import SHARDED
 from support import interrupted, poisoned, tiny, trainers, tuners, worlds
 from support.dealt import AT_A_TIME, LIMITS, SAMPLES, dealing
 from support.dealt import rows as dealt_rows
+from support.estimators import everything
 from support.figures import evaluated
 from support.figures import trainer as trainer_of_figures
 from support.float64 import FLOAT64, float64_throughout
@@ -68,6 +70,39 @@ def one_step(model: str, output: str, rows: str, *names: str) -> None:
         if trainer.accelerator.is_main_process:
             log = [entry for entry in trainer.state.log_history if "reward" in entry]
             torch.save({"weights": weights(trainer.model), "log": log}, Path(output) / f"{name}.pt")
+
+
+@float64_throughout()
+def added_losses(model: str, output: str, rows: str, teacher: str) -> None:
+    """A step with each loss beside the policy's, and with an estimator that sees all there is to see."""
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        make_fsdp_real()
+    losses = [
+        {"type": "reverse_kl", "teacher": teacher},
+        {"type": "jsd", "teacher_prompt": "{prompt}{solution}=", "where": {"solution": ["0", "1"]}},
+        {"type": "cross_entropy", "column": "solution"},
+    ]
+    settings = {"losses": losses, "advantage_estimator": f"{everything.__module__}:everything", "beta": 0.1}
+    settings |= {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 0.0, "max_steps": 1, **FLOAT64}
+    trainer = build(model, Path(output), [unit_interval], per_device_train_batch_size=int(rows), **settings)
+    trainer.collector.policy = _ByPlace(trainer)
+    trainer.train()
+    found = {"weights": trained_weights(trainer.model), "seen": everything.seen[-1]}
+    if trainer.accelerator.is_main_process:
+        torch.save(found, Path(output) / "step.pt")
+
+
+class _ByPlace:
+    """A sampler whose completions depend on the row's place in the global batch only."""
+
+    collective, takes_streams = False, False
+
+    def __init__(self, trainer: GRPOExtTrainer) -> None:
+        self.trainer, self.limit = trainer, trainer.max_completion_length
+
+    def sample(self, contexts: list[list[int]], limits: list[int], streams: object = None, **options: object) -> list:
+        completions = scripted_rollout([""] * len(contexts), self.trainer)["completion_ids"]
+        return [Sampled(ids[:limit], None, None) for ids, limit in zip(completions, limits, strict=True)]
 
 
 @float64_throughout()

@@ -7,7 +7,7 @@ import torch
 
 from support import tiny
 from support.mismatched import ROWS, RULES
-from support.processes import CONFIG, launcher, run, run_forked
+from support.processes import CONFIG, launcher, on_cpu, run, run_forked
 
 SCRIPT = Path(__file__).parent / "ranks.py"
 pytestmark = pytest.mark.slow
@@ -35,6 +35,24 @@ def test_two_processes_make_the_same_step_as_one(name, results):
     for mine, theirs in zip(one["log"], two["log"], strict=True):
         for key in ("loss", "reward", "kl", "entropy", "advantages/zero_variance_groups", "log_ratio/clamped_frac"):
             assert mine[key] == pytest.approx(theirs[key], abs=1e-6), key
+
+
+@pytest.mark.parametrize("engine", ["cpu_ddp", "fsdp2"])
+def test_two_processes_add_losses_and_show_estimators_what_one_does(engine, tmp_path):
+    model, teacher = (tiny.save(tmp_path / name, seed=seed) for name, seed in (("model", 0), ("teacher", 5)))
+    found = {}
+    for name, config, rows in (("one", None, 16), ("two", on_cpu(engine, tmp_path), 8)):
+        run_forked(SCRIPT, "added_losses", model, tmp_path / name, rows, teacher, config=config)
+        found[name] = torch.load(tmp_path / name / "step.pt")
+    one, two = found["one"], found["two"]
+    for name, values in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], values, rtol=0, atol=1e-12)
+    assert one["seen"].keys() == two["seen"].keys()
+    for name, values in one["seen"].items():
+        if name == "columns":
+            assert values == two["seen"][name]
+        else:
+            torch.testing.assert_close(two["seen"][name], values, rtol=0, atol=1e-12, equal_nan=True)
 
 
 def test_two_processes_correct_the_sampler_as_one_does(tmp_path):
