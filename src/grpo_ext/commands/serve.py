@@ -29,8 +29,8 @@ from grpo_ext.recipe.loading import base_path, load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rollout.vllm.gloo import BACKEND
+from grpo_ext.rollout.vllm.requester import TIES
 from grpo_ext.rollout.vllm.server import PROBE, Wanted
-from grpo_ext.rollout.vllm.support import TIES
 from grpo_ext.warden import die_with_parent
 
 STOP_SECONDS = 20.0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,16 @@ CONNECTIONS = 256
 """Requests of one process to a server at the same time."""
 
 
-class ServerUnreachable(ConnectionError):
-    """No server answers at an address."""
+class ServerTrouble(ConnectionError):
+    """A request failed, but may succeed when repeated.
+
+    Attributes:
+        since: time of the server's last sign of life, by `time.monotonic`; by default now.
+    """
+
+    def __init__(self, message: str, since: float | None = None) -> None:
+        super().__init__(message)
+        self.since = time.monotonic() if since is None else since
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,12 @@ def server_facts(url: str) -> ServerFacts:
     """Return the configuration of the server at `url`.
 
     Raises:
-        ServerUnreachable: no server answers, or its development endpoints are off.
+        ServerTrouble: no server answers, or its development endpoints are off.
     """
     try:
         info = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=SECONDS)
         if info.status_code == 404:
-            raise ServerUnreachable(
+            raise ServerTrouble(
                 f"the server at {url} has no development endpoints. Start it by grpo-ext serve, or with "
                 "VLLM_SERVER_DEV_MODE=1."
             )
@@ -70,7 +79,7 @@ def server_facts(url: str) -> ServerFacts:
         body = {"model": model["served_model_name"], "prompt": PROBE, "add_special_tokens": False}
         ids = _json(requests.post(f"{url}/tokenize", json=body, timeout=SECONDS))["tokens"]
     except requests.RequestException as error:
-        raise ServerUnreachable(f"no vLLM server answers at {url}") from error
+        raise ServerTrouble(f"no vLLM server answers at {url}") from error
     return ServerFacts(
         model=model["model"],
         max_model_len=int(model["max_model_len"]),
@@ -85,7 +94,7 @@ def server_facts(url: str) -> ServerFacts:
 
 def _json(response: requests.Response) -> dict[str, Any]:
     if response.status_code != 200:
-        raise ServerUnreachable(f"{response.url} answered {response.status_code}: {response.text[:300]}")
+        raise ServerTrouble(f"{response.url} answered {response.status_code}: {response.text[:300]}")
     answer: dict[str, Any] = response.json()
     return answer
 
