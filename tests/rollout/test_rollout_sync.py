@@ -36,7 +36,6 @@ from grpo_ext.rollout.vllm.server import (
     PROBE,
     ServerFacts,
     ServerTrouble,
-    Wanted,
     engine_mismatches,
     mismatches,
     server_facts,
@@ -382,12 +381,12 @@ def test_the_coarser_dtype_sets_the_default_tolerance():
 # Servers.
 
 FACTS = ServerFacts("some/model", 512, "float32", "processed_logprobs", "gloo", (1, 2, 3), 20)
-SUITED = Wanted("some/model", 512, "float32", "processed_logprobs", "gloo", (1, 2, 3), 20)
+SUITED = ServerFacts("some/model", 512, "float32", "processed_logprobs", "gloo", (1, 2, 3), 20)
 
 
 def test_a_server_that_fits_has_no_mismatch():
     assert list(mismatches(SUITED, FACTS)) == []
-    assert list(mismatches(Wanted(), FACTS)) == []
+    assert list(mismatches(ServerFacts(), FACTS)) == []
 
 
 @pytest.mark.parametrize(
@@ -403,7 +402,7 @@ def test_a_server_that_fits_has_no_mismatch():
     ],
 )
 def test_each_mismatch_is_named(field, value, message):
-    (found,) = mismatches(Wanted(**{field: value}), FACTS)
+    (found,) = mismatches(ServerFacts(**{field: value}), FACTS)
     assert str(found).startswith(message)
 
 
@@ -483,7 +482,7 @@ def test_a_server_that_returns_other_log_probabilities_than_the_samplers_is_refu
 def test_a_model_is_the_same_by_another_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     facts = ServerFacts(str(tmp_path / "model"), 512, "float32", "", None, (), 20)
-    assert list(mismatches(Wanted(model="./model"), facts)) == []
+    assert list(mismatches(ServerFacts(model="./model"), facts)) == []
 
 
 def test_an_address_without_a_server_is_reported():

@@ -1,6 +1,6 @@
 """Completions by vLLM: by the engine in this process, or by a server that may die and come back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -137,7 +137,7 @@ class Generation(PushedEngine):
         return tuple(part and part[: len(prompts)] for part in parts)
 
     def _by_server(self, requests: list[Request], group: int, bound: int | None = None) -> list[Sampled]:
-        """Sample by the server: the main process sends the requests of all processes; collective.
+        """Sample by the server: the main process sends the requests of all, again after each recovery; collective.
 
         Each row with a seed is a request of its own, since the rows of one request would share its seed; processes may
         have different numbers of them. Rows without seeds are sent as one, with `group` completions for each context.
@@ -147,28 +147,23 @@ class Generation(PushedEngine):
         if all_rows and all_rows[0].seed is None:
             contexts = [context for row in all_rows[::group] for context in row.contexts]
             all_rows = [Request(contexts, all_rows[0].limit, None, group)]
-        sampled = self._answered(lambda: self.requester(bound).ask_all(all_rows))
-        start = sum(map(len, of_processes[: self.accelerator.process_index]))
-        return sampled[start : start + len(requests)]
+        sampled: list[Sampled] | None = None
+        troubles: list[Exception] = []
+        while True:
+            if self.accelerator.is_main_process:
+                try:
+                    sampled = self.requester(bound).ask_all(all_rows)
+                except Exception as error:
+                    troubles.append(error)
+            sampled = broadcast(sampled)
+            if sampled is not None:
+                start = sum(map(len, of_processes[: self.accelerator.process_index]))
+                return sampled[start : start + len(requests)]
+            self.recover(troubles)
 
     def requester(self, bound: int | None = None) -> Requester:
         """Return what asks the server by the settings of the moment; main process."""
         return Requester(self.vllm_client, self.settings(), bound)
-
-    def _answered(self, ask: Callable[[], list[Sampled]]) -> list[Sampled]:
-        """Return what `ask` returns on the main process, again after each recovery of the server; collective."""
-        troubles: list[Exception] = []
-        while True:
-            answer = None
-            if self.accelerator.is_main_process:
-                try:
-                    answer = ask()
-                except Exception as error:
-                    troubles.append(error)
-            answer = broadcast(answer)
-            if answer is not None:
-                return answer
-            self.recover(troubles)
 
     def recover(self, troubles: Sequence[Exception]) -> None:
         """Wait until the server is back after these failures of requests, and push the weights again; collective.

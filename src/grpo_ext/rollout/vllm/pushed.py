@@ -22,8 +22,8 @@ from grpo_ext.rollout.vllm.colocated import engine_settings
 from grpo_ext.rollout.vllm.requester import TIES
 from grpo_ext.rollout.vllm.server import (
     PROBE,
+    ServerFacts,
     ServerTrouble,
-    Wanted,
     engine_mismatches,
     mismatches,
     server_facts,
@@ -43,9 +43,8 @@ LONGEST_PAUSE = 5.0
 
 def broadcast(value: T) -> T:
     """Return the main process's `value` on every process."""
-    box = [value]
-    broadcast_object_list(box, from_process=0)
-    return box[0]
+    [value] = broadcast_object_list([value], from_process=0)
+    return value
 
 
 class PushedEngine(vllm_generation.VLLMGeneration):
@@ -166,14 +165,14 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
         facts = server_facts(url)
-        needed = Wanted(max_model_len=self.max_completion_length + 1, probe_ids=probe)
+        needed = ServerFacts(max_model_len=self.max_completion_length + 1, probe_ids=probe)
         if self.with_support:
             needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self.likeliest)
         elif facts.logprobs_mode != "raw_logprobs" or self.temperature != 1.0:  # at 1 they are the sampler's too
             needed = replace(needed, logprobs_mode="processed_logprobs")
         needed, self._served_dtype = replace(needed, dtype=self._served_dtype), self._served_dtype or facts.dtype
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
-        better = Wanted(model=self.model.name_or_path, dtype=dtype)
+        better = ServerFacts(model=self.model.name_or_path, dtype=dtype)
         if broken := list(map(str, (*mismatches(needed, facts), *unsuited(facts.config)))):
             raise RuntimeError("\n".join([f"the one at {url} does not suit this run:", *broken]))
         for problem in (*mismatches(better, facts), *engine_mismatches(self.engine_kwargs, facts.config)):

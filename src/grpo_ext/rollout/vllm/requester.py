@@ -50,8 +50,7 @@ class Requester:
     Args:
         client: of this process.
         settings: of sampling, as `Generation.settings` returns them.
-        bound: number of tokens from which on a support may be larger than what vLLM returned, as in `read`;
-            None: supports are not wanted.
+        bound: as in `read`.
         repeated: calls a request, again after a failure; by default a failure is raised.
         closed: ends all waits, once it is set; requests that are under way are not waited for.
     """
@@ -138,12 +137,7 @@ def read(ids: list[int], logprobs: Values, token_ids: Sequence[Sequence[int]], *
 
     Args:
         ids: the sampled tokens.
-        logprobs: log-probabilities at each of them.
-        token_ids: whose log-probabilities these are.
-        bound: as in `returned_supports`; None: the supports are not wanted.
-
-    Raises:
-        RuntimeError: a support may be larger than what vLLM returned.
+        logprobs, token_ids, bound: as in `returned_supports`, which may raise; no `bound`: supports are not wanted.
     """
     support = None if bound is None else encoded_lists(returned_supports(logprobs, token_ids, bound))
     rows = zip(ids, logprobs, token_ids, strict=True)

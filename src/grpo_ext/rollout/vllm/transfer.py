@@ -5,9 +5,9 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlparse
@@ -34,40 +34,6 @@ def address_seen_by(host: str | None) -> str:
     from vllm.utils.network_utils import get_ip
 
     return str(get_ip())
-
-
-@contextmanager
-def abort_when_stalled(
-    abort: Callable[[], object], progress: Callable[[], object], failed: Callable[[], bool], seconds: float
-) -> Iterator[threading.Event]:
-    """Watch the calls in this context from another thread, and call `abort` once if they stall.
-
-    `abort` must make them return. The context yields an event that is set if it was called.
-
-    Args:
-        abort: ends what the calls wait for.
-        progress: changes as long as the calls make progress.
-        failed: returns whether the calls wait in vain.
-        seconds: without progress after which they are aborted.
-    """
-    over, aborted = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        seen, since = progress(), time.monotonic()
-        while not over.wait(min(WATCH_SECONDS, seconds / 4)):
-            if (now := progress()) != seen:
-                seen, since = now, time.monotonic()
-            if failed() or time.monotonic() - since >= seconds:
-                aborted.set()
-                abort()
-                return
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield aborted
-    finally:
-        over.set()
 
 
 class WeightClient(Client):
@@ -131,20 +97,30 @@ class WeightClient(Client):
     def _send_by_nccl(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
     ) -> None:
-        """Broadcast all weights; NCCL itself waits without end for a server that has died."""
+        """Broadcast all weights; NCCL waits without end for a server that has died, so a thread aborts it."""
         communicator: Any = self.communicator
-        failures = self._failures
-        send = super().update_named_params
-        with abort_when_stalled(
-            lambda: communicator.destroy(), lambda: self._sent, lambda: self._failures != failures, self.patience
-        ) as aborted:
-            try:
-                send(metadata, self._counted(named_params))
-            except ServerTrouble:
+        failures, patience, over, aborted = self._failures, self.patience, threading.Event(), threading.Event()
+
+        def watch() -> None:
+            sent, since = self._sent, time.monotonic()
+            while not over.wait(min(WATCH_SECONDS, patience / 4)):
+                if self._sent != sent:
+                    sent, since = self._sent, time.monotonic()
+                if self._failures != failures or time.monotonic() - since >= patience:
+                    aborted.set()
+                    communicator.destroy()
+                    return
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            super().update_named_params(metadata, self._counted(named_params))
+        except ServerTrouble:
+            raise
+        except Exception:
+            if not aborted.is_set():
                 raise
-            except Exception:
-                if not aborted.is_set():
-                    raise
+        finally:
+            over.set()
         if aborted.is_set():
             raise ServerTrouble(f"{self.base_url}: weights did not arrive: NCCL was aborted after no progress")
 
