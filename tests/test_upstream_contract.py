@@ -63,7 +63,7 @@ TARGETS = {
     "prepare_simple_launcher_cmd_env": accelerate.utils.launch.prepare_simple_launcher_cmd_env,
     "launch_command": accelerate.commands.launch.launch_command,
     "get_free_port": other.get_free_port,
-    # rollout/vllm/generation.py: an adapter's weights, merged one module at a time
+    # rollout/vllm/weights.py: an adapter's weights, merged one module at a time
     "BaseTunerLayer.merged": BaseTunerLayer.merged,
     "LoraLinear.merge": peft.tuners.lora.Linear.merge,
     "LoraLinear.unmerge": peft.tuners.lora.Linear.unmerge,

@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -245,3 +246,17 @@ async def awaited(result: Awaitable[T]) -> T:
         raise Interrupted(SIGNALLED) from None
     finally:
         watcher.cancel()
+
+
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """Run `call` in a daemon thread, which does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -17,8 +17,8 @@ from grpo_ext import GRPOExtConfig
 from grpo_ext.commands import serve
 from grpo_ext.errors import RolloutDrift
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.rollout.vllm import generation, gloo, plugin
-from grpo_ext.rollout.vllm.client import Client, ServerTrouble
+from grpo_ext.rollout.vllm import gloo, plugin, pushed
+from grpo_ext.rollout.vllm.client import Client
 from grpo_ext.rollout.vllm.drift import Drift, DriftCheck
 from grpo_ext.rollout.vllm.generation import Generation
 from grpo_ext.rollout.vllm.gloo import (
@@ -35,13 +35,13 @@ from grpo_ext.rollout.vllm.gloo import (
 from grpo_ext.rollout.vllm.server import (
     PROBE,
     ServerFacts,
-    ServerUnreachable,
-    Wanted,
+    ServerTrouble,
     engine_mismatches,
     mismatches,
     server_facts,
     unsuited,
 )
+from grpo_ext.rollout.vllm.transfer import WeightClient
 from support import tiny
 
 
@@ -201,7 +201,7 @@ class Communicator:
 def nccl_client(monkeypatch, **stock):
     for name, method in stock.items():
         monkeypatch.setattr(VLLMClient, name, method)
-    client = Client.__new__(Client)
+    client = WeightClient.__new__(WeightClient)
     client.base_url, client.patience, client.engine, client.communicator = "http://server", 0.3, "nccl", Communicator()
     client._sent = client._failures = 0
     return client
@@ -381,12 +381,12 @@ def test_the_coarser_dtype_sets_the_default_tolerance():
 # Servers.
 
 FACTS = ServerFacts("some/model", 512, "float32", "processed_logprobs", "gloo", (1, 2, 3), 20)
-SUITED = Wanted("some/model", 512, "float32", "processed_logprobs", "gloo", (1, 2, 3), 20)
+SUITED = ServerFacts("some/model", 512, "float32", "processed_logprobs", "gloo", (1, 2, 3), 20)
 
 
 def test_a_server_that_fits_has_no_mismatch():
     assert list(mismatches(SUITED, FACTS)) == []
-    assert list(mismatches(Wanted(), FACTS)) == []
+    assert list(mismatches(ServerFacts(), FACTS)) == []
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_a_server_that_fits_has_no_mismatch():
     ],
 )
 def test_each_mismatch_is_named(field, value, message):
-    (found,) = mismatches(Wanted(**{field: value}), FACTS)
+    (found,) = mismatches(ServerFacts(**{field: value}), FACTS)
     assert str(found).startswith(message)
 
 
@@ -451,7 +451,7 @@ def test_a_server_whose_samples_cannot_be_the_policys_is_refused(reported, words
 
 
 @pytest.mark.parametrize(
-    ("mode", "temperature", "keeps", "suits"),
+    ("mode", "temperature", "with_support", "suits"),
     [
         ("processed_logprobs", 0.7, True, True),
         ("raw_logprobs", 1.0, False, True),
@@ -462,16 +462,16 @@ def test_a_server_whose_samples_cannot_be_the_policys_is_refused(reported, words
     ],
 )
 def test_a_server_that_returns_other_log_probabilities_than_the_samplers_is_refused(
-    mode, temperature, keeps, suits, monkeypatch
+    mode, temperature, with_support, suits, monkeypatch
 ):
     """vLLM's default are those before the temperature, by which the correction would be wrong at each token."""
     policy, tokenizer = tiny.model(), tiny.tokenizer()
-    settings = {"keeps": keeps, "temperature": temperature, "top_k": 4, "max_completion_length": 8, "dtype": "auto"}
+    settings = {"with_support": with_support, "temperature": temperature, "top_k": 4, "dtype": "auto"}
     found = Generation.__new__(Generation)
-    vars(found).update(settings, model=policy, processing_class=tokenizer, engine_kwargs={})
+    vars(found).update(settings, model=policy, processing_class=tokenizer, engine_kwargs={}, max_completion_length=8)
     ids = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
     facts = ServerFacts(policy.name_or_path, 512, "float32", mode, "gloo", ids, 99, CONFIG)
-    monkeypatch.setattr(generation, "server_facts", lambda url: facts)
+    monkeypatch.setattr(pushed, "server_facts", lambda url: facts)
     if suits:
         found._check_server("http://server")
     else:
@@ -482,11 +482,11 @@ def test_a_server_that_returns_other_log_probabilities_than_the_samplers_is_refu
 def test_a_model_is_the_same_by_another_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     facts = ServerFacts(str(tmp_path / "model"), 512, "float32", "", None, (), 20)
-    assert list(mismatches(Wanted(model="./model"), facts)) == []
+    assert list(mismatches(ServerFacts(model="./model"), facts)) == []
 
 
 def test_an_address_without_a_server_is_reported():
-    with pytest.raises(ServerUnreachable, match="no vLLM server answers"):
+    with pytest.raises(ServerTrouble, match="no vLLM server answers"):
         server_facts(f"http://127.0.0.1:{free_port()}")
 
 

@@ -9,8 +9,8 @@ from accelerate import PartialState
 from trl.generation import vllm_generation
 
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.rollout.vllm.client import ServerTrouble
 from grpo_ext.rollout.vllm.generation import Generation
+from grpo_ext.rollout.vllm.server import ServerTrouble
 
 RANKS = 2
 
@@ -45,7 +45,7 @@ def made(mode="colocate", **further):
     settings |= {"max_completion_length": 4, "structured_outputs_regex": None, "enable_sleep_mode": False}
     settings |= {"generation_kwargs": {}, "tensor_parallel_size": 1, "model": torch.nn.Linear(1, 1), "llm": Engine()}
     state = PartialState()
-    settings |= {"accelerator": state, "mode": mode, "_seeds": None, "keeps": False}
+    settings |= {"accelerator": state, "mode": mode, "with_support": False}
     vars(found).update(settings | further)
     return found
 
@@ -133,24 +133,26 @@ class Server:
     """Answers each request with its prompt and seed; loses the first `lost` of them."""
 
     def __init__(self, lost=0):
-        self.lost, self.failure, self.limits = lost, None, []
+        self.lost, self.limits = lost, []
 
-    def complete(self, prompts, max_tokens, generation_kwargs, **settings):
+    def generate(self, prompts, max_tokens, generation_kwargs, **settings):
         if self.lost:
             self.lost -= 1
             raise ServerTrouble("gone")
         [prompt], seed = prompts, generation_kwargs["seed"]
-        self.limits.append(max_tokens)
-        return {"completion_ids": [[*prompt, seed]], "logprobs": [[[-1.0]] * (len(prompt) + 1)]}
+        self.limits.append((prompt, max_tokens))
+        ids = [*prompt, seed]
+        tokens = [[token] for token in ids]
+        return {"completion_ids": [ids], "logprobs": [[[-1.0]] * len(ids)], "logprob_token_ids": [tokens]}
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_rows_of_a_server_have_a_request_and_a_seed_each(lost, monkeypatch):
     found = made("server", vllm_client=Server(lost))
     waited = []
-    monkeypatch.setattr(found, "wait_for_server", waited.append)
+    monkeypatch.setattr(found, "reopen", waited.append)
     monkeypatch.setattr(found, "sync_weights", lambda: None)
     made_of = found.sample([[3], [4]], [4, 2], [Stream(7), Stream(8)])
     assert [(row.ids, row.logps) for row in made_of] == [([3, 7], [-1.0] * 2), ([4, 8], [-1.0] * 2)]
-    assert found.vllm_client.limits == [4, 2]
+    assert sorted(found.vllm_client.limits[-2:]) == [([3], 4), ([4], 2)]  # the second may have been answered before
     assert len(waited) == lost

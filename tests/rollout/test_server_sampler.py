@@ -13,10 +13,12 @@ from grpo_ext.errors import ServerLost
 from grpo_ext.packing.sampling_support import decoded
 from grpo_ext.rollout.vllm import client as client_module
 from grpo_ext.rollout.vllm import sampler as sampler_module
-from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread
-from grpo_ext.rollout.vllm.repairs import Repairs
-from grpo_ext.rollout.vllm.sampler import ServerSampler
+from grpo_ext.rollout.vllm.client import Client
+from grpo_ext.rollout.vllm.sampler import Repairs, ServerSampler
+from grpo_ext.rollout.vllm.server import ServerTrouble
+from grpo_ext.rollout.vllm.transfer import WeightClient
 from grpo_ext.rollout.vllm.weights import HostCopy
+from grpo_ext.waiting import in_thread
 
 SECONDS = 20
 """More than any wait of these tests takes."""
@@ -49,7 +51,7 @@ class FakeServer:
 class FakeGeneration:
     """The part of `Generation` that the sampler uses, before a `FakeServer`; the policy's weights are a number."""
 
-    keeps, asked, sets_bound, server_timeout = False, 0, 0, 5.0
+    support_bound, server_url, server_timeout = None, "http://server", 5.0
 
     def __init__(self, server):
         self.server, self.policy, self.pushes, self.returns = server, 0, [], True
@@ -60,7 +62,7 @@ class FakeGeneration:
             serving="0",
             identity=lambda: str(server.starts),
             healthy=lambda: not server.down,
-            complete=lambda prompts, **request: self._complete(prompts[0], request),
+            generate=lambda prompts, **request: self._complete(prompts[0], request),
         )
 
     def _complete(self, context, request):
@@ -138,7 +140,7 @@ def test_a_row_is_a_request_of_its_own_with_its_limit_and_a_seed_from_its_stream
 
 
 def test_rows_are_in_their_order_whichever_ends_first(sampler, generation):
-    complete, ended = generation.vllm_client.complete, []
+    complete, ended = generation.vllm_client.generate, []
 
     def slow_for_first(prompts, **request):
         if prompts[0] == [1]:
@@ -147,14 +149,14 @@ def test_rows_are_in_their_order_whichever_ends_first(sampler, generation):
         ended.append(prompts[0])
         return answer
 
-    generation.vllm_client.complete = slow_for_first
+    generation.vllm_client.generate = slow_for_first
     found = sampler.sample(0, [[1], [2], [3]], [1] * 3, streams(1, 2, 3))
     assert ended[-1] == [1]
     assert [row.ids[0] for row in found] == [1, 2, 3]
 
 
 def test_it_returns_the_tokens_that_a_truncated_server_kept(generation):
-    generation.keeps, generation.asked, generation.sets_bound = True, 5, 5
+    generation.support_bound = 5
     sampler = ServerSampler(generation)
     sampler.publish(0)
     (row,) = sampler.sample(0, [[3]], [1], streams(1))
@@ -167,7 +169,7 @@ def test_it_returns_the_tokens_that_a_truncated_server_kept(generation):
 def test_settings_that_change_later_are_not_seen(sampler, generation, server):
     generation.settings = lambda: {"temperature": 0.0, "generation_kwargs": {}}
     seen = []
-    generation.vllm_client.complete = lambda prompts, **request: seen.append(request) or server.answer([1], request)
+    generation.vllm_client.generate = lambda prompts, **request: seen.append(request) or server.answer([1], request)
     sampler.sample(0, [[1]], [1], streams(1))
     assert seen[0]["temperature"] == 1.0
     assert seen[0]["generation_kwargs"]["ignore_eos"]
@@ -224,14 +226,14 @@ def test_a_server_that_was_restarted_between_two_requests_gets_the_weights_first
 
 
 def test_a_server_that_still_has_the_weights_is_asked_again_without_a_push(sampler, generation, server):
-    complete, failures = generation.vllm_client.complete, [ServerTrouble("answered 500")] * 2
+    complete, failures = generation.vllm_client.generate, [ServerTrouble("answered 500")] * 2
 
     def erring(prompts, **request):
         if failures:
             raise failures.pop()
         return complete(prompts, **request)
 
-    generation.vllm_client.complete = erring
+    generation.vllm_client.generate = erring
     assert sampler.sample(0, [[1]], [1], streams(1))[0].ids[0] == 1
     assert generation.pushes == [0]
 
@@ -240,7 +242,7 @@ def test_a_request_that_fails_for_good_ends_within_the_limit(sampler, generation
     def erring(prompts, **request):
         raise ServerTrouble("answered 500")
 
-    generation.server_timeout, generation.vllm_client.complete = 0.5, erring
+    generation.server_timeout, generation.vllm_client.generate = 0.5, erring
     with pytest.raises(ServerLost, match="answered 500; it did not recover"):
         sampler.sample(0, [[1]], [1], streams(1))
 
@@ -259,7 +261,7 @@ def test_a_request_that_the_server_refuses_is_not_repeated(sampler, generation):
     def refusing(prompts, **request):
         raise RuntimeError("answered 400")
 
-    generation.vllm_client.complete = refusing
+    generation.vllm_client.generate = refusing
     with pytest.raises(RuntimeError, match="answered 400"):
         sampler.sample(0, [[1]] * 2, [1] * 2, streams(1, 2))
 
@@ -301,21 +303,21 @@ def test_a_process_without_the_weights_has_its_requests_repaired_by_the_main_pro
         repaired.append(str(trouble))
         main.serving = "1"
 
-    repairs = [Repairs(store, other, None), Repairs(store, main, repair)]
+    over = threading.Event()
+    repairs = [Repairs(store, other, None, over), Repairs(store, main, repair, over)]
     waits = [in_thread(lambda: repairs[0].wait(0, [ServerTrouble("refused")])) for _ in range(5)]
     for done in waits:
         done.result(SECONDS)
     assert repaired == ["refused"]
-    assert (other.serving, repairs[0].made) == ("1", 1)
-    for each in repairs:
-        each.close()
+    assert (other.serving, repairs[0].done) == ("1", 1)
+    over.set()
 
 
 # What the client and the copy do for it.
 
 
 def bare_client(answers):
-    client = Client.__new__(Client)
+    client = WeightClient.__new__(WeightClient)
     client.base_url, client.patience = "http://server", 0.3
     client._post = lambda url, **_: answers.pop(0) if len(answers) > 1 else answers[0]
     return client

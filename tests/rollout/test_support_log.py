@@ -15,7 +15,7 @@ from grpo_ext import ConfigError
 from grpo_ext.packing.sampling_support import SamplingSupport
 from grpo_ext.rollout.support_log import encoded_lists
 from grpo_ext.rollout.transformers_engine import GroupedEngine
-from grpo_ext.rollout.vllm.support import returned_sets, sampled_first
+from grpo_ext.rollout.vllm.requester import read, returned_supports
 from support import tiny
 from support.trainers import build, weights
 
@@ -62,13 +62,13 @@ def _order(option):
 def test_the_tokens_that_vllm_kept_have_a_log_probability():
     inf = float("inf")
     logprobs, tokens = [[-0.1, -2.0, -inf], [-0.7, -0.7, -9999.0]], [[4, 2, 0], [3, 4, 1]]
-    sets = returned_sets(logprobs, tokens, 3)
+    sets = returned_supports(logprobs, tokens, 3)
     assert sets == [[4, 2], [3, 4]]
     assert encoded_lists(sets).tolist() == [2, 2, 2, 4, 2, 3, 4]
-    assert sampled_first([2, 3], logprobs, tokens) == [[-2.0], [-0.7]]
+    assert read([2, 3], logprobs, tokens, bound=None).logps == [-2.0, -0.7]
     with pytest.raises(RuntimeError, match=r"vLLM kept 3 tokens or more.*Lower top_k"):
-        returned_sets([[-1.0, -1.0, -1.0]], [[0, 1, 2]], 3)
-    assert returned_sets([[-1.0, -1.0, -1.0]], [[0, 1, 2]], 0) == [[0, 1, 2]]
+        returned_supports([[-1.0, -1.0, -1.0]], [[0, 1, 2]], 3)
+    assert returned_supports([[-1.0, -1.0, -1.0]], [[0, 1, 2]], 0) == [[0, 1, 2]]
 
 
 @pytest.mark.cases(1)

@@ -37,7 +37,7 @@ CONTRACT = {
         "initialize_layerwise_reload": "fc056d67cc05f5dd",
         "finalize_layerwise_reload": "bccf179d5b05f178",
     },
-    # rollout/vllm/client.py: what a server answers; its file has moved since 0.31
+    # rollout/vllm/transfer.py: what a server answers; its file has moved since 0.31
     RL: {
         "init_weight_transfer_engine": "309389a81983d756 a4898e45e97b1163",
         "start_weight_update": "6c4feb692f1f2256 679a990a2097ac16",
@@ -46,7 +46,7 @@ CONTRACT = {
     },
     "entrypoints/serve/dev/cache/api_router.py": {"reset_prefix_cache": "dd66b7369d48c3ab"},
     "entrypoints/serve/dev/server_info/api_router.py": {"show_server_info": "107459dce39241d1"},
-    # rollout/vllm/support.py: log-probabilities of the tokens that were kept are finite
+    # rollout/vllm/requester.py: log-probabilities of the tokens that were kept are finite
     "v1/sample/sampler.py": {
         "Sampler.forward": "9e5f32f74f48aa75 a4a63d751cc780bc",
         "Sampler.sample": "9d8f0d0456c27350",

@@ -23,9 +23,10 @@ from grpo_ext.rewards.calls import in_process
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.containment import Contained, scored_by
 from grpo_ext.rollout.vllm import client as client_module
-from grpo_ext.rollout.vllm.client import Client, ServerTrouble
 from grpo_ext.rollout.vllm.generation import Generation
 from grpo_ext.rollout.vllm.gloo import TensorSpec, open_group, send
+from grpo_ext.rollout.vllm.server import ServerTrouble
+from grpo_ext.rollout.vllm.transfer import WeightClient
 from grpo_ext.trainer.signals import Signals
 from grpo_ext.waiting import Wait, WaitedInVain
 from support import tiny
@@ -218,7 +219,7 @@ def faults():
 
 
 def client_of(faults, patience=SECONDS):
-    client = Client(faults.url, 0, float(patience), "gloo")
+    client = WeightClient(faults.url, float(patience), 0, "gloo")
     client.serving = "started at 7.0"
     return client
 
@@ -242,14 +243,14 @@ def test_a_wrong_answer_is_named_and_may_be_asked_for_again(planted, words, faul
     faults.answers[:] = [planted, GOOD]
     client = client_of(faults)
     with pytest.raises(ServerTrouble, match=words):
-        client.complete([[3], [3]], max_tokens=4)
-    assert client.complete([[3], [3]], max_tokens=4)["completion_ids"] == [[4, 5], [6]]
+        client.generate([[3], [3]], max_tokens=4)
+    assert client.generate([[3], [3]], max_tokens=4)["completion_ids"] == [[4, 5], [6]]
 
 
 def test_a_request_that_is_refused_is_not_asked_again(faults):
     faults.answers[:] = [400]
     with pytest.raises(RuntimeError, match="answered 400") as error:
-        client_of(faults).complete([[3]], max_tokens=4)
+        client_of(faults).generate([[3]], max_tokens=4)
     assert not isinstance(error.value, ServerTrouble)
 
 
@@ -259,7 +260,7 @@ def test_a_server_that_hangs_is_named_soon_and_left_at_once_on_a_signal(faults, 
     client, began = client_of(faults), time.monotonic()
     timer = signal_after(2.0)
     with pytest.raises(ServerTrouble, match="a signal ends the run"):
-        client.complete([[3], [3]], max_tokens=4)
+        client.generate([[3], [3]], max_tokens=4)
     timer.join()
     assert time.monotonic() - began < SECONDS / 2
     assert any(f"vLLM server at {faults.url}: no sign of life" in record.message for record in caplog.records)
@@ -269,7 +270,7 @@ def test_a_server_that_hangs_ends_the_wait_at_the_limit(faults, monkeypatch):
     monkeypatch.setattr(client_module, "POLL_SECONDS", 0.1)
     faults.answers[:] = [HANGS]
     with pytest.raises(ServerTrouble, match=r"no sign of life for vllm_server_timeout=0\.5 s"):
-        client_of(faults, patience=0.5).complete([[3], [3]], max_tokens=4)
+        client_of(faults, patience=0.5).generate([[3], [3]], max_tokens=4)
 
 
 def generation_of(client, seconds):
@@ -284,7 +285,7 @@ def test_a_signal_ends_the_wait_for_a_server_that_is_away(faults):
     client.base_url, began = "http://127.0.0.1:1", time.monotonic()
     timer = signal_after(1.0)
     with pytest.raises(ServerLost, match="refused; not waited for, since a signal ends the run"):
-        generation_of(client, 1000.0)._reconnect([ServerTrouble("connection refused")])
+        generation_of(client, 1000.0).reopen([ServerTrouble("connection refused")])
     timer.join()
     assert time.monotonic() - began < SECONDS
 
@@ -318,9 +319,9 @@ def test_a_server_that_comes_back_as_another_is_compared_again_and_refused():
 
     generation._check_server = check
     with pytest.raises(RuntimeError, match="does not suit this run"):
-        generation._reconnect([ServerTrouble("connection refused")])
+        generation.reopen([ServerTrouble("connection refused")])
     client.reconnect = lambda device, patience: None  # the same server
-    generation._reconnect([ServerTrouble("connection refused")])
+    generation.reopen([ServerTrouble("connection refused")])
 
 
 # A server's start.

@@ -21,8 +21,8 @@ from trl.trainer import grpo_trainer, utils
 import grpo_ext
 from grpo_ext import GRPOExtTrainer
 from grpo_ext.packing.scorer import Scorer
-from grpo_ext.rollout.vllm.client import Client
 from grpo_ext.rollout.vllm.generation import Generation
+from grpo_ext.rollout.vllm.transfer import WeightClient
 
 CONTRACT = {
     "GRPOTrainer.__init__": "18f01b7a46c9544b",
@@ -87,9 +87,11 @@ def targets() -> dict[str, object]:
     functions += ["nanmax", "nanmin", "nanstd", "pad"]
     found = {f"GRPOTrainer.{name}": getattr(trl.GRPOTrainer, name) for name in methods}
     found |= {f"utils.{name}": getattr(utils, name) for name in functions}
-    for theirs, ours in ((VLLMClient, Client), (VLLMGeneration, Generation)):
+    for theirs, ours in ((VLLMClient, WeightClient), (VLLMGeneration, Generation)):
         for name, function in vars(theirs).items():
-            if inspect.isfunction(function) and name in (*vars(ours), "_fix_param_name_to_vllm"):
+            if inspect.isfunction(function) and (
+                getattr(ours, name) is not function or name == "_fix_param_name_to_vllm"
+            ):
                 found[f"{theirs.__name__}.{name}"] = function
     found["RepeatSampler.__iter__"] = utils.RepeatSampler.__iter__
     found["ChunkedLogProbFunction.forward"] = utils._ChunkedLogProbFunction.forward
@@ -109,7 +111,7 @@ def test_trl_is_the_one_that_was_read():
 
 
 UPSTREAM = ("trl", "transformers", "accelerate", "peft", "datasets")
-HANDED_ON = {"self._scorer.tokens": Scorer.tokens, "self.complete": Client.complete}
+HANDED_ON = {"self._scorer.tokens": Scorer.tokens}
 """What takes all the arguments of an override, where that is not the overridden method."""
 
 

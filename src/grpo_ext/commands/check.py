@@ -27,7 +27,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.registry import imported
-from grpo_ext.rollout.vllm.server import ServerUnreachable, engine_mismatches, mismatches, server_facts, unsuited
+from grpo_ext.rollout.vllm.server import ServerTrouble, engine_mismatches, mismatches, server_facts, unsuited
 from grpo_ext.tables import Table, show
 
 Section = list[tuple[str, str]]
@@ -173,7 +173,7 @@ def _check_server(recipe: Recipe) -> int:
         facts = server_facts(server_url(recipe))
         problems = [*mismatches(wanted(recipe), facts), *unsuited(facts.config)]
         problems += engine_mismatches(given_options(recipe.training), facts.config)
-    except ServerUnreachable as error:
+    except ServerTrouble as error:
         print(redacted_text(f"vLLM server: {error}."))
         return 0
     except OSError as error:  # the tokenizer is on a hub that cannot be reached, which `check` does not require

@@ -29,8 +29,8 @@ from grpo_ext.recipe.loading import base_path, load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rollout.vllm.gloo import BACKEND
-from grpo_ext.rollout.vllm.server import PROBE, Wanted
-from grpo_ext.rollout.vllm.support import TIES
+from grpo_ext.rollout.vllm.requester import TIES
+from grpo_ext.rollout.vllm.server import PROBE, ServerFacts
 from grpo_ext.warden import die_with_parent
 
 STOP_SECONDS = 20.0
@@ -70,13 +70,13 @@ def sequence_length(recipe: Recipe) -> int | None:
     return None if prompt is None else prompt + int(c.max_completion_length or 0)
 
 
-def wanted(recipe: Recipe) -> Wanted:
+def wanted(recipe: Recipe) -> ServerFacts:
     """Return the recipe's requirements of its server."""
     c, dtype = recipe.training, sampler_dtype(recipe)
     keeps = scores_kept_sets(c)
     tokenizer: Any = load_tokenizer(recipe)
     prompt = recipe.data.max_prompt_length
-    return Wanted(
+    return ServerFacts(
         model=base_path(recipe),
         max_model_len=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
         dtype=None if dtype == "auto" else dtype,

@@ -13,8 +13,8 @@ from grpo_ext.errors import SamplerLost
 from grpo_ext.objective.trajectory import Sample, TurnRequest
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import AttemptId
+from grpo_ext.rollout.vllm.requester import Request, seed_of
 from grpo_ext.rollout.vllm.server import CONNECTIONS
-from grpo_ext.rollout.vllm.support import read
 from grpo_ext.waiting import SIGNALLED
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class WaveEngine:
             return []
         streams = [self._streams[turn.attempt] for turn in turns]
         sampled = self._sample([turn.context for turn in turns], [turn.limit for turn in turns], streams)
-        return [(turn, Sample(made.ids, made.logps)) for turn, made in zip(turns, sampled, strict=True)]
+        return [(turn, Sample(one.ids, one.logps)) for turn, one in zip(turns, sampled, strict=True)]
 
     def anyone(self, here: bool, leaves: bool) -> bool:
         """Return whether an attempt is left, as `TurnEngine` does."""
@@ -68,7 +68,7 @@ class ServerEngine:
     """A vLLM server that one process trains with: each turn is a request of its own, sent when it is ready.
 
     A request that is done writes a byte to a pipe, which wakes the loop. Should the server die, failed requests are
-    sent again once it is back and has the weights.
+    sent again, as they were, once it is back and has the weights.
 
     Args:
         server: the trainer's `vllm_generation`.
@@ -79,10 +79,10 @@ class ServerEngine:
     waits = False
 
     def __init__(self, server: "Generation", version: int, attempts: Sequence[AttemptId]) -> None:
-        self._server, self.version = server, version
+        self._server, self.version, self._requester = server, version, server.requester()
         self._streams = [attempt.stream() for attempt in attempts]
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="turn")
-        self._asked: dict[Future[Sample], TurnRequest] = {}
+        self._sent: dict[Future[list[Sampled]], tuple[TurnRequest, Request]] = {}
         self._pipe_read, self._pipe_write = os.pipe()
         os.set_blocking(self._pipe_read, False)
         self.descriptor: int | None = self._pipe_read
@@ -94,39 +94,34 @@ class ServerEngine:
     @property
     def pending(self) -> int:
         """Turns that are being sampled."""
-        return len(self._asked)
+        return len(self._sent)
 
     def generate(self, turns: list[TurnRequest]) -> list[tuple[TurnRequest, Sample]]:
         """Send a request for each turn; return the turns that have come back."""
         for turn in turns:
-            self._ask(turn)
-        done = [future for future in self._asked if future.done()]
+            self._send(turn, Request([turn.context], turn.limit, seed_of(self._streams[turn.attempt])))
+        done = [future for future in self._sent if future.done()]
         with suppress(BlockingIOError):  # a request may be done a moment before its byte is in the pipe
             os.read(self._pipe_read, max(1, len(done)))
-        found, failed = [], []
+        turns_done, failed, troubles = [], [], list[Exception]()
         for future in done:
-            turn = self._asked.pop(future)
-            if (error := future.exception()) is None:
-                found.append((turn, future.result()))
-            else:
-                assert isinstance(error, Exception)
-                failed.append((error, turn))
+            turn, request = self._sent.pop(future)
+            try:
+                [sampled] = future.result()
+                turns_done.append((turn, Sample(sampled.ids, sampled.logps)))
+            except Exception as trouble:
+                failed.append((turn, request))
+                troubles.append(trouble)
         if failed:
-            self._server.wait_for_server([error for error, _ in failed])
-            self._server.sync_weights()
-            for _, turn in failed:
-                self._ask(turn)
-        return found
+            self._server.recover(troubles)
+            for turn, request in failed:
+                self._send(turn, request)
+        return turns_done
 
-    def _ask(self, turn: TurnRequest) -> None:
-        seed = int(self._streams[turn.attempt].integers(2**31))
-        future = self._threads.submit(self._sampled, turn, seed)
-        self._asked[future] = turn
+    def _send(self, turn: TurnRequest, request: Request) -> None:
+        future = self._threads.submit(self._requester.ask, request)
+        self._sent[future] = turn, request
         future.add_done_callback(lambda _: os.write(self._pipe_write, b"."))
-
-    def _sampled(self, turn: TurnRequest, seed: int) -> Sample:
-        made = read(*self._server.completion_of(turn.context, turn.limit, seed), bound=None)
-        return Sample(made.ids, made.logps)
 
     def close(self) -> None:
         """End the threads."""

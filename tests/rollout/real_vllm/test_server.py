@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from grpo_ext.rollout.vllm.client import Client
+from grpo_ext.rollout.vllm.transfer import WeightClient
 from support import tiny
 from support.commands import command
 from support.processes import needs_deepspeed, on_cpu
@@ -102,7 +102,7 @@ def test_a_server_that_does_not_suit_is_refused_on_all_processes(address, tied, 
 
 
 def test_a_second_run_is_refused_while_the_first_trains(served):
-    first, second = (Client(served.url, free_port(), 60.0, "gloo") for _ in range(2))
+    first, second = (WeightClient(served.url, 60.0, free_port(), "gloo") for _ in range(2))
     second.owner = "elsewhere:1"
     first.init_communicator("cpu")
     first.init_communicator("cpu")  # once more by itself, as after a server's death

@@ -10,6 +10,7 @@ from trl.generation import vllm_generation
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
+from grpo_ext.rollout.vllm.requester import Request
 
 T = TypeVar("T")
 
@@ -40,15 +41,24 @@ def engine_settings(dtype: str, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def each_seeded(
-    generate: Callable[..., T],
-    rows: list[tuple[int, int]],
-    prompts: list[object],
-    *,
-    sampling_params: Any,
-    **options: object,
+    generate: Callable[..., T], rows: list[Request], prompts: list[object], *, sampling_params: Any, **options: object
 ) -> T:
     """Generate by the engine's `generate` with the seed and the limit of each of the `rows`."""
     each = [sampling_params.clone() for _ in prompts]
-    for params, (seed, limit) in zip(each, rows, strict=True):
-        params.seed, params.max_tokens = seed, limit
+    for params, row in zip(each, rows, strict=True):
+        params.seed, params.max_tokens = row.seed, row.limit
     return generate(prompts, sampling_params=each, **options)
+
+
+def of_all_ranks(rows: list[Request], ranks: int, group: object) -> tuple[list[Request], int]:
+    """Return all rows of an engine that `ranks` share, and the number of rows of each rank.
+
+    They are the ranks', in order, filled up to as many as the largest has. Every rank must give a row the same seed,
+    or the ranks sample different tokens for it.
+    """
+    if ranks == 1:
+        return rows, len(rows)
+    gathered: list[list[Request]] = [[]] * ranks
+    torch.distributed.all_gather_object(gathered, rows, group=group)
+    width = max(map(len, gathered))
+    return [row for of_rank in gathered for row in of_rank + [Request([[0]], 1, 0)] * (width - len(of_rank))], width

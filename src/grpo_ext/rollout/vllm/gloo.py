@@ -139,19 +139,19 @@ def send(
     for spec in specs:
         name, tensor = next(tensors)
         if (name, tensor.dtype, tuple(tensor.shape)) != spec:
-            found = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
-            raise ValueError(f"{found} where {spec.name} {spec.shape} {spec.dtype} was announced")
+            sent = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"{sent} where {spec.name} {spec.shape} {spec.dtype} was announced")
         work, pause = _broadcast(group, tensor.detach().cpu().reshape(-1).view(torch.uint8)), SHORTEST_PAUSE
         while not work.is_completed():
             if refused():
-                threading.Thread(target=_kept, args=(group, work), daemon=True).start()
+                threading.Thread(target=_hold, args=(group, work), daemon=True).start()
                 raise RuntimeError("the request for them failed")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         work.wait()
 
 
-def _kept(group: ProcessGroupGloo, work: Any) -> None:
+def _hold(group: ProcessGroupGloo, work: Any) -> None:
     """Keep a group until a broadcast has timed out: gloo has no abort, and destroying the group would wait for it."""
     with suppress(RuntimeError):
         work.wait()

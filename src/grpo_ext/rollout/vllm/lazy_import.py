@@ -54,6 +54,6 @@ def with_our_generation(args: GRPOExtConfig) -> AbstractContextManager[None]:
         weight_transfer=args.vllm_weight_transfer,
         dtype=args.sampler_dtype,
         engine_kwargs=given_options(args),
-        keeps=scores_kept_sets(args),
+        with_support=scores_kept_sets(args),
     )
     return temporarily(grpo_trainer, VLLMGeneration=ours)

@@ -1,29 +1,117 @@
 """A vLLM server as a sampler beside training: every process sends its own requests, the main one the weights."""
 
+import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import torch
+from torch.distributed import DistError, HashStore, Store, TCPStore
 
 from grpo_ext.errors import ServerLost
 from grpo_ext.rollout.samplers import Sampled, failing_together
-from grpo_ext.rollout.vllm.client import Client, ServerTrouble, in_thread
-from grpo_ext.rollout.vllm.generation import LONGEST_PAUSE, Generation, broadcast, first, seeded_request
-from grpo_ext.rollout.vllm.repairs import Repairs, shared_store
-from grpo_ext.rollout.vllm.server import CONNECTIONS
-from grpo_ext.rollout.vllm.support import read
+from grpo_ext.rollout.vllm.client import Client
+from grpo_ext.rollout.vllm.generation import Generation
+from grpo_ext.rollout.vllm.gloo import open_store
+from grpo_ext.rollout.vllm.pushed import LONGEST_PAUSE, broadcast
+from grpo_ext.rollout.vllm.requester import Call, Request, Requester, seed_of
+from grpo_ext.rollout.vllm.server import ServerTrouble
+from grpo_ext.rollout.vllm.transfer import address_seen_by
 from grpo_ext.rollout.vllm.weights import HostCopy
-from grpo_ext.waiting import shutdown
+from grpo_ext.waiting import in_thread, shutdown
 
 logger = logging.getLogger(__name__)
+REPAIR_SECONDS = 0.2
+"""Between two looks for a repair that is requested, or has been made."""
 
-POLL_SECONDS = 0.5
+
+class Repairs:
+    """Repairs of one server, numbered from 0: any thread asks for the next one, a thread of the main process makes it.
+
+    A request remembers how many repairs had been made when it was sent. If it fails, its thread asks for the repair
+    with that number and waits for the verdict, which is the same for all threads and processes: the identity of the
+    server that has the weights again, or the message that ends the run. What unblocks it: the main process's thread
+    waits for the server for a limited time and gives a verdict either way, at once if it has made this repair for
+    another request; `closed` ends all waits of a process, and so does the end of the main process.
+
+    Args:
+        store: where the processes meet.
+        client: of this process.
+        repair: on the main process: makes the server answer by the published weights again, or raises.
+        closed: ends all waits of this process, once it is set.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        client: Client,
+        repair: Callable[[ServerTrouble], object] | None,
+        closed: threading.Event,
+    ) -> None:
+        self.done = 0
+        self._store, self._client, self._closed, self._lock = store, client, closed, threading.Lock()
+        if repair is not None:
+            in_thread(partial(self._watch, repair))
+
+    def wait(self, number: int, troubles: Sequence[ServerTrouble]) -> None:
+        """Ask for a repair and wait until it has been made; any thread.
+
+        Args:
+            number: of the repair: `done` when the request was sent.
+            troubles: failures of the request, attempt by attempt.
+
+        Raises:
+            ServerLost: the server did not come back.
+        """
+        silent = time.monotonic() - troubles[0].since
+        try:
+            self._store.set(f"asked {number}", json.dumps([str(troubles[-1]), silent]))
+            while not self._store.check([f"verdict {number}"]):
+                if self._closed.wait(REPAIR_SECONDS):
+                    raise ServerLost("the run has ended")
+            identity, lost = json.loads(self._store.get(f"verdict {number}"))
+        except DistError as error:
+            raise ServerLost(f"{troubles[-1]}; the main process, which pushes weights, has ended") from error
+        if lost:
+            raise ServerLost(lost)
+        with self._lock:
+            if number == self.done:
+                self.done, self._client.serving = number + 1, identity
+
+    def _watch(self, repair: Callable[[ServerTrouble], object]) -> None:
+        """Give a verdict on each repair that is asked for; after the first that fails, the same one on all."""
+        number, lost = 0, ""
+        while not self._closed.wait(REPAIR_SECONDS):
+            if not self._store.check([f"asked {number}"]):
+                continue
+            message, silent = json.loads(self._store.get(f"asked {number}"))
+            try:
+                if not lost:
+                    repair(ServerTrouble(message, since=time.monotonic() - silent))
+            except Exception as error:
+                lost = str(error)
+            self._store.set(f"verdict {number}", json.dumps([self._client.serving, lost]))
+            number += 1
+
+
+def shared_store(generation: Generation) -> Store:
+    """Return a store in which all processes meet; collective."""
+    if generation.accelerator.num_processes == 1:
+        return HashStore()
+    opened: list[TCPStore] = []
+    address = address_seen_by(os.environ.get("MASTER_ADDR", "localhost"))
+
+    def listen() -> None:
+        opened.append(open_store(address, 0, generation.server_timeout, trainer=True))
+
+    generation.on_main(listen)
+    address, port = broadcast((address, opened[0].port if opened else 0))
+    return opened[0] if opened else open_store(address, port, generation.server_timeout, trainer=False)
 
 
 class ServerSampler:
@@ -35,14 +123,12 @@ class ServerSampler:
     the request is sent again. No collective is started by a thread other than the main one.
     """
 
-    _client: Client
-    _repairs: Repairs
-
     def __init__(self, generation: Generation) -> None:
         self._generation, self._copy = generation, HostCopy()
-        self._settings, self._bound = generation.settings(), generation.sets_bound if generation.keeps else None
+        self._settings, self._bound = generation.settings(), generation.support_bound
         self._version: int | None = None
-        self._running, self._held, self._closed = 0, False, True
+        self._running, self._held, self._closed = 0, False, threading.Event()
+        self._closed.set()
         self._changed = threading.Condition()
 
     @property
@@ -51,20 +137,18 @@ class ServerSampler:
         return frozenset(() if self._version is None else (self._version,))
 
     def _open(self) -> None:
-        """Connect this process, and repairs for all; collective."""
-        self._client = self._connected()
-        repair = self._repair if self._generation.accelerator.is_main_process else None
-        self._repairs = Repairs(shared_store(self._generation), self._client, repair)
-        self._closed = False
-
-    def _connected(self) -> Client:
-        """Return the client of this process: the main one's that pushes weights, or one for requests only."""
-        generation = self._generation
+        """Connect this process, which only sends requests unless it is the main one; collective."""
+        generation, main = self._generation, self._generation.accelerator.is_main_process
         with failing_together():
             try:
-                return generation.vllm_client if generation.accelerator.is_main_process else generation.new_client()
+                url, timeout = generation.server_url, generation.server_timeout
+                self._client: Client = generation.vllm_client if main else Client(url, timeout)
             except Exception as error:
                 raise ServerLost(f"vLLM server: {error}") from error
+        closed = threading.Event()
+        self._repairs = Repairs(shared_store(generation), self._client, self._repair if main else None, closed)
+        self._requester = Requester(self._client, self._settings, self._bound, self._repeated, closed)
+        self._closed = closed
 
     # Weights.
 
@@ -79,7 +163,7 @@ class ServerSampler:
         Raises:
             ServerLost: the server died and did not come back; on all processes.
         """
-        if self._closed:
+        if self._closed.is_set():
             self._open()
         with self._alone():
             self._generation.sync_weights(self._copy)
@@ -96,7 +180,7 @@ class ServerSampler:
         Raises:
             ServerLost: the server died and did not come back; on all processes.
         """
-        if self._closed:  # no weights to keep
+        if self._closed.is_set():  # no weights to keep
             yield
             return
         with self._alone():
@@ -140,11 +224,9 @@ class ServerSampler:
 
         A later `publish` opens the sampler again.
         """
-        if self._closed:
-            return
-        self._repairs.close()
         with self._changed:
-            self._closed, self._version = True, None
+            self._closed.set()
+            self._version = None
             self._changed.notify_all()
 
     # Completions.
@@ -161,16 +243,16 @@ class ServerSampler:
             ServerLost: the server did not come back or refuses a request, or the sampler was closed.
             RuntimeError: the server no longer has this version.
         """
-        seeds = [int(stream.integers(2**31)) for stream in streams]
-        rows = zip(contexts, limits, seeds, strict=True)
+        rows = zip(contexts, limits, streams, strict=True)
+        requests = [Request([context], limit, seed_of(stream)) for context, limit, stream in rows]
         with self._entered(version):
-            return self._all([partial(self._sampled, *row) for row in rows])
+            return self._requester.ask_all(requests)
 
     @contextmanager
     def _entered(self, version: int) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._held)
-            if self._closed:
+            self._changed.wait_for(lambda: self._closed.is_set() or not self._held)
+            if self._closed.is_set():
                 raise ServerLost("the run has ended")
             if version != self._version:
                 raise RuntimeError(
@@ -184,36 +266,13 @@ class ServerSampler:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _all(self, requests: Sequence[Callable[[], Sampled]]) -> list[Sampled]:
-        """Return the answers to requests, `CONNECTIONS` of them at a time, or raise what one of them raised.
-
-        Their threads do not keep a process from ending. After a failure no further request is sent.
-        """
-        places, failed = threading.Semaphore(CONNECTIONS), threading.Event()
-
-        def answer(request: Callable[[], Sampled]) -> Sampled | None:
-            with places:
-                return None if self._closed or failed.is_set() else request()
-
-        answers = [in_thread(partial(answer, request)) for request in requests]
-        waiting = set(answers)
-        while waiting and not self._closed:
-            ended, waiting = wait(waiting, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-            if any(future.exception() is not None for future in ended):
-                failed.set()
-        if self._closed:
-            raise ServerLost("the run has ended")
-        found = [future.result() for future in answers]
-        return [row for row in found if row is not None]
-
-    def _sampled(self, context: list[int], limit: int, seed: int) -> Sampled:
-        """Request one completion, again after each repair of the server."""
+    def _repeated(self, call: Call) -> list[Sampled]:
+        """Return what a request returns, sent again after each repair of the server."""
         generation, troubles = self._generation, list[ServerTrouble]()
-        request = seeded_request(self._settings, limit, seed)
         while True:
-            repairs = self._repairs.made
+            repairs = self._repairs.done
             try:
-                return read(*first(self._client.complete([context], **request)), bound=self._bound)
+                return call()
             except ServerTrouble as trouble:
                 troubles.append(trouble)
             except RuntimeError as error:

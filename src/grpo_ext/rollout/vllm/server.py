@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,28 +21,21 @@ CONNECTIONS = 256
 """Requests of one process to a server at the same time."""
 
 
-class ServerUnreachable(ConnectionError):
-    """No server answers at an address."""
+class ServerTrouble(ConnectionError):
+    """A request failed, but may succeed when repeated.
+
+    Attributes:
+        since: time of the server's last sign of life, by `time.monotonic`; by default now.
+    """
+
+    def __init__(self, message: str, since: float | None = None) -> None:
+        super().__init__(message)
+        self.since = time.monotonic() if since is None else since
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Configuration of a server."""
-
-    model: str
-    max_model_len: int
-    dtype: str
-    logprobs_mode: str
-    weight_transfer: str | None
-    probe_ids: tuple[int, ...]
-    max_logprobs: float
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The whole configuration, as the server reports it."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Configuration that a recipe needs of its server; None where any value will do."""
+    """Configuration that a server has, or that a recipe needs of it: None where any value will do."""
 
     model: str | None = None
     max_model_len: int | None = None
@@ -49,19 +43,21 @@ class Wanted:
     logprobs_mode: str | None = None
     weight_transfer: str | None = None
     probe_ids: tuple[int, ...] | None = None
-    max_logprobs: int | None = None
+    max_logprobs: float | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The whole configuration, as the server reports it."""
 
 
 def server_facts(url: str) -> ServerFacts:
     """Return the configuration of the server at `url`.
 
     Raises:
-        ServerUnreachable: no server answers, or its development endpoints are off.
+        ServerTrouble: no server answers, or its development endpoints are off.
     """
     try:
         info = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=SECONDS)
         if info.status_code == 404:
-            raise ServerUnreachable(
+            raise ServerTrouble(
                 f"the server at {url} has no development endpoints. Start it by grpo-ext serve, or with "
                 "VLLM_SERVER_DEV_MODE=1."
             )
@@ -70,7 +66,7 @@ def server_facts(url: str) -> ServerFacts:
         body = {"model": model["served_model_name"], "prompt": PROBE, "add_special_tokens": False}
         ids = _json(requests.post(f"{url}/tokenize", json=body, timeout=SECONDS))["tokens"]
     except requests.RequestException as error:
-        raise ServerUnreachable(f"no vLLM server answers at {url}") from error
+        raise ServerTrouble(f"no vLLM server answers at {url}") from error
     return ServerFacts(
         model=model["model"],
         max_model_len=int(model["max_model_len"]),
@@ -85,7 +81,7 @@ def server_facts(url: str) -> ServerFacts:
 
 def _json(response: requests.Response) -> dict[str, Any]:
     if response.status_code != 200:
-        raise ServerUnreachable(f"{response.url} answered {response.status_code}: {response.text[:300]}")
+        raise ServerTrouble(f"{response.url} answered {response.status_code}: {response.text[:300]}")
     answer: dict[str, Any] = response.json()
     return answer
 
@@ -110,12 +106,12 @@ _FITS: dict[str, Callable[[Any, Any], bool]] = {
 _CURE = "Start the server by `grpo-ext serve --config RECIPE`, or correct the recipe."
 
 
-def mismatches(want: Wanted, have: ServerFacts) -> Iterator[Problem]:
+def mismatches(want: ServerFacts, have: ServerFacts) -> Iterator[Problem]:
     """Yield a problem for each fact of the server that does not fit."""
-    for name in (f.name for f in dataclasses.fields(want)):
-        wanted, found = getattr(want, name), getattr(have, name)
-        if wanted is not None and not _FITS.get(name, lambda a, b: a == b)(wanted, found):
-            yield Problem(name, _shortened(found), _REASONS[name].format(_shortened(wanted)), _CURE)
+    for name in (f.name for f in dataclasses.fields(want) if f.name in _REASONS):
+        wanted, reported = getattr(want, name), getattr(have, name)
+        if wanted is not None and not _FITS.get(name, lambda a, b: a == b)(wanted, reported):
+            yield Problem(name, _shortened(reported), _REASONS[name].format(_shortened(wanted)), _CURE)
 
 
 _REPORTED_AS = {"kv_cache_dtype": "cache_dtype"}
@@ -130,9 +126,9 @@ def engine_mismatches(options: Mapping[str, Any], config: Mapping[str, Any]) -> 
     sections = [config, *(section for section in config.values() if isinstance(section, Mapping))]
     for key, wanted in options.items():
         name = _REPORTED_AS.get(key, key)
-        found = next((section[name] for section in sections if name in section), wanted)
-        if not _covers(found, wanted):
-            yield Problem(f"vllm_engine_kwargs.{key}", wanted, f"the server has {found!r}", _CURE)
+        reported = next((section[name] for section in sections if name in section), wanted)
+        if not _covers(reported, wanted):
+            yield Problem(f"vllm_engine_kwargs.{key}", wanted, f"the server has {reported!r}", _CURE)
 
 
 def unsuited(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -152,11 +148,11 @@ def unsuited(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("quantization", quantization, f"a push to a server on a CPU {IN_PLACE}", cure)
 
 
-def _covers(found: object, wanted: object) -> bool:
+def _covers(reported: object, wanted: object) -> bool:
     """Return whether a reported value is the wanted one; a mapping may have more keys."""
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        return all(key in found and _covers(found[key], value) for key, value in wanted.items())
-    return found == wanted or str(found) == str(wanted)
+    if isinstance(reported, Mapping) and isinstance(wanted, Mapping):
+        return all(key in reported and _covers(reported[key], value) for key, value in wanted.items())
+    return reported == wanted or str(reported) == str(wanted)
 
 
 def _shortened(value: object) -> object:
