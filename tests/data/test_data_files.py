@@ -75,7 +75,7 @@ def test_an_answer_that_is_no_number_is_refused(tmp_path, streaming, column, num
 def test_other_columns_keep_what_arrow_has_no_type_for(tmp_path, streaming):
     rows = [
         {"prompt": "a", "id": 18446744073709551615, "meta": {"x": 1}, "empty": {}, "score": 1, "late": None},
-        {"prompt": "b", "id": 3, "meta": {"x": "s"}, "empty": {}, "score": 0.5, "late": [1]},
+        {"prompt": "b", "id": 3, "meta": {"x": "5"}, "empty": {}, "score": 0.5, "late": [1]},
     ]
     name = write(tmp_path / "m.jsonl", *map(json.dumps, rows))
     assert list(load(name, streaming=streaming)) == rows

@@ -21,7 +21,7 @@ from grpo_ext import child_processes
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.columns import absences
 from grpo_ext.rewards.composition import parse_rewards
-from grpo_ext.rewards.containment import Contained
+from grpo_ext.rewards.scorers import OwnFunction
 from grpo_ext.rewards.workers import pool
 from support import faulty
 from support.processes import PATIENCE
@@ -280,13 +280,13 @@ def test_a_column_that_json_cannot_hold_is_saved_as_text(runtime, tmp_path):
     [([10**400] * 2, "int too large"), (["a"] * 2, "'a', which is not a number"), ([1.0], "1 values for 2")],
 )
 def test_a_plain_function_is_contained_with_its_values(values, reason):
-    reward = Contained(lambda completions, **_: values)
+    reward = OwnFunction(lambda completions, **_: values)
     scores = reward.scores({"completions": ["a", "b"]})
     assert (reward.__name__, scores.values) == ("<lambda>", [None, None])
     assert reason in scores.error
     for given in ((1, None, math.inf), iter([True, None, -math.inf]), torch.tensor([1.0, 2.0, math.inf])):
         first, _, last = (
-            Contained(lambda completions, given=given, **_: given).scores({"completions": ["a"] * 3}).values
+            OwnFunction(lambda completions, given=given, **_: given).scores({"completions": ["a"] * 3}).values
         )
         assert first == 1.0
         assert math.isinf(last)
@@ -294,7 +294,7 @@ def test_a_plain_function_is_contained_with_its_values(values, reason):
 
 @pytest.mark.parametrize("later", [False, True])
 def test_nan_of_a_plain_function_counts_as_none_as_in_trl(later, caplog):
-    metrics, batches = [], [[1.0, 2.0], [1.0, np.nan], [np.nan, np.nan], [1.0, 2.0]]
+    batches = [[1.0, 2.0], [1.0, np.nan], [np.nan, np.nan], [1.0, 2.0]]
 
     def function(completions, **_):
         return batches.pop(0)
@@ -302,11 +302,12 @@ def test_nan_of_a_plain_function_counts_as_none_as_in_trl(later, caplog):
     async def function_later(completions, **_):
         return batches.pop(0)
 
-    reward = Contained(function_later if later else function)
-    columns = {"completions": ["a", "b"], "log_metric": lambda *logged: metrics.append(logged)}
-    scored = [asyncio.run(reward.scores_async(columns)) if later else reward.scores(columns) for _ in range(4)]
+    reward = OwnFunction(function_later if later else function)
+    scored = [reward.scores({"completions": ["a", "b"]}) for _ in range(4)]
     assert [scores.values for scores in scored] == [[1.0, 2.0], [1.0, None], [None, None], [1.0, 2.0]]
-    assert metrics == [(f"rewards/{reward.__name__}/nan_frac", share) for share in (0.5, 1.0, 0.0)]
+    assert [one for scores in scored for one in scores.metrics] == [
+        (f"rewards/{reward.__name__}/nan_frac", share) for share in (0.5, 1.0, 0.0)
+    ]
     [record] = caplog.records
     assert "returned NaN for 1 of 2 completions" in record.message
 
@@ -326,8 +327,8 @@ def test_no_exception_of_a_function_leaves_it(error, where, runtime, monkeypatch
     try:
         entry = spec(f"raises_in_{where}", isolate=False)
         assert score(runtime(entry), ["good", "bad"]) == [1.0 if where == "value" else None, None]
-        reward, columns = Contained(entry.callable), {"completions": ["good", "bad"]}
-        scores = asyncio.run(reward.scores_async(columns)) if reward.is_async else reward.scores(columns)
+        reward, columns = OwnFunction(entry.callable), {"completions": ["good", "bad"]}
+        scores = reward.scores(columns)
         assert (scores.values, bool(scores.error)) == ([None, None], True)
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -12,8 +12,9 @@ import pytest
 
 from grpo_ext.config.weight_schedule import schedule_problems, weight_at
 from grpo_ext.errors import RewardError
+from grpo_ext.rewards.calls import Calls
 from grpo_ext.rewards.composition import RewardSpec, parse_rewards
-from grpo_ext.rewards.outcomes import ScoredCall, merged, read_value
+from grpo_ext.rewards.outcomes import merged, read_value
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rewards.workers.pool import Outcome, Status
 from support import faulty
@@ -136,10 +137,24 @@ def test_components_of_every_kind_together(runtime):
 
 def test_rewards_of_turns_are_scaled_each_and_one_that_is_none_counts_as_0():
     given = [[0.5, 1.0], [0.5, None], [None, None], 2.0, [1.0]]
-    scores = merged(spec("x", scale=3.0), [2] * 5, [ScoredCall([*range(5)], Outcome(Status.SCORED, given))])
+    scores = merged(spec("x", scale=3.0), [2] * 5, [Outcome(Status.SCORED, given, rows=[*range(5)])])
     assert scores.values == [4.5, 1.5, None, 6.0, None]
     assert scores.turns == [[1.5, 3.0], [1.5, 0.0], None, None, None]
     assert scores.failed == [(4, read_value([1.0], 2)[2])]
+
+
+def test_a_failed_call_is_retried_and_then_scored_one_by_one():
+    failed, scored = Outcome(Status.FAILED, reason="no", seconds=1.0), Outcome(Status.SCORED, [2.0], seconds=0.5)
+    calls = Calls(spec("x", retries=1, independent=True), [[3, 4]])
+    due = [list(calls.due)]
+    while calls.due:
+        calls.add([failed] if len(calls.due) == 1 else [scored, failed])
+        due.append(calls.due)
+    assert due == [[[3, 4]], [[3, 4]], [[3], [4]], []]
+    assert [(o.rows, o.failure, o.after, o.seconds) for o in calls.outcomes] == [
+        ([3], "", "no", 2.5),
+        ([4], "no", "no", 1.0),
+    ]
 
 
 def test_when_leaves_rows_out_unscored(runtime):

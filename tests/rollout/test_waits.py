@@ -1,6 +1,5 @@
 """What a wait costs when the other side hangs, answers nonsense, or a signal ends the run; with a server of faults."""
 
-import asyncio
 import http.server
 import json
 import os
@@ -19,9 +18,9 @@ from grpo_ext import waiting
 from grpo_ext.commands import serve
 from grpo_ext.errors import ConfigError, SamplerLost, ServerLost
 from grpo_ext.registry import import_path
-from grpo_ext.rewards.calls import in_process
 from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.containment import Contained, scored_by
+from grpo_ext.rewards.runtime import Runtime
+from grpo_ext.rewards.scorers import OwnFunction
 from grpo_ext.rollout.vllm import client as client_module
 from grpo_ext.rollout.vllm.generation import Generation
 from grpo_ext.rollout.vllm.gloo import TensorSpec, open_group, send
@@ -138,8 +137,9 @@ def test_what_is_imported_or_scores_without_a_limit_is_named_once_it_takes_long(
     reward = import_path(f"{file}:slow")
     assert import_path(f"{file}:slow") is reward
     spec = RewardSpec("slow", f"{file}:slow", isolate=False)
-    assert asyncio.run(in_process(spec, {"completions": ["a"], "prompts": ["b"]}))[0].outcome.values == [1.0]
-    assert Contained(reward).scores({"completions": ["a"], "prompts": ["b"]}).values == [1.0]
+    [component] = Runtime([spec], workers=0).functions
+    assert component(completions=["a"], prompts=["b"]) == [1.0]
+    assert OwnFunction(reward).scores({"completions": ["a"], "prompts": ["b"]}).values == [1.0]
     lines = [record.message for record in caplog.records]
     assert [line.partition(":")[0] for line in lines] == [f"Import of {file}"] * 2 + ["reward 'slow'"] * 2
     assert "it has not returned for 0 s, and nothing limits it. Ctrl-C ends it." in lines[0]
@@ -163,9 +163,9 @@ def test_a_signal_leaves_a_reward_that_hangs_in_the_main_thread(spoils, monkeypa
         time.sleep(SECONDS)
 
     began = time.monotonic()
-    [scored] = scored_by([Contained(hangs)], {"prompts": ["b"], "completions": ["a"]}, None).values()
+    scores = OwnFunction(hangs).scores({"prompts": ["b"], "completions": ["a"]})
     assert time.monotonic() - began < SECONDS / 2
-    assert (scored.scores.values, scored.scores.error) == ([0.0], waiting.SIGNALLED)
+    assert (scores.values, scores.error) == ([0.0], waiting.SIGNALLED)
     assert signal.getsignal(signal.SIGRTMIN) == before
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from grpo_ext import GRPOExtTrainer
 from grpo_ext.errors import ConfigError, SamplerLost
-from grpo_ext.rewards.containment import Contained, Scored, scored_by
 from grpo_ext.rewards.outcomes import Scores
+from grpo_ext.rewards.scorers import OwnFunction, scored_by
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import Sampled
 from support import tiny
@@ -135,7 +135,7 @@ def test_a_window_that_is_ready_is_not_sampled_again_and_scored_again_only_if_it
     trainer = make(beside, kind)
     ids = [[5], [6], [7], [8]]
     ready = Generated([[9]] * 4, ids, None, ["a", "b", "c", "d"], [[-1.0]] * 4, {}, None, [])
-    scored = {"first_token": Scored(Scores([0.5] * 4, [None] * 4), [("log_metric", "ready", 1.0)])}
+    scored = {"first_token": Scores([0.5] * 4, [None] * 4, metrics=[("ready", 1.0)])}
     found = RolloutBatch([], generated=ready, scored=scored)
     trainer.collector.ahead = SimpleNamespace(taking=lambda rows: nullcontext(), finished=lambda _: found, age=2)
     made = trainer.collector.generation(ROWS)
@@ -162,8 +162,7 @@ def test_the_turns_of_a_subclass_are_used(make):
 
 def test_a_completion_that_no_reward_scores_is_shown(make, caplog):
     trainer = make()
-    trainer.collector.worker.scorers = [scorer := Contained(lambda completions, **_: [1.0, None, 1.0, None])]
-    trainer.collector.rewards.scorers = [scorer]
+    trainer.collector.rewards.scorers["first_token"] = OwnFunction(lambda completions, **_: [1.0, None, 1.0, None])
     trainer.collector.generation(ROWS)
     [record] = [record for record in caplog.records if "returned None" in record.message]
     assert "prompt 'abc:', completion" in record.message
@@ -217,8 +216,8 @@ def test_all_that_samples_and_scores_beside_this_process_ends_with_the_run(make)
 
 
 def test_an_environments_reward_may_be_called_with_its_environments_alone():
-    [scored] = scored_by([Contained(paid_by_environments)], {"environments": [3, 4]}, None).values()
-    assert scored.scores.values == [3.0, 4.0]
+    [scores] = scored_by({"paid": OwnFunction(paid_by_environments)}, {"environments": [3, 4]}, None).values()
+    assert scores.values == [3.0, 4.0]
 
 
 def paid_by_environments(environments, **_):

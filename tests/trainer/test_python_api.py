@@ -14,7 +14,6 @@ from transformers.integrations import integration_utils
 
 from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer, child_processes
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.runtime import Component
 from grpo_ext.trainer.callbacks import Progress, ProgressBar, clock, line
 from grpo_ext.trainer.setup import quantized_problems
 from support import tiny
@@ -65,8 +64,7 @@ def half(completions, **_):
 def test_weights_of_the_config_reach_what_is_named(tmp_path):
     one = trainer(tmp_path, ["test_python_api:half", digits], reward_weights=[3.0, 0.25])
     assert one.reward_weights.tolist() == [3.0, 0.25]
-    [component] = [f for f in one.collector.rewards.rewards if isinstance(f, Component)]
-    assert component.weight(0, 1) == 3.0
+    assert one.collector.rewards.scorers["half"].weight(0, 1) == 3.0
 
 
 def test_a_single_reward_may_be_a_name_or_a_partial(tmp_path):

@@ -23,27 +23,23 @@ def read_rows(files: list[Path]) -> Dataset:
         DataError: broken lines, a column of mixed types, or no row at all.
     """
     rows = [row for _, row in checked_rows(files)]
-    columns = {
-        name: _column([row.get(name) for row in rows]) for name in dict.fromkeys(name for row in rows for name in row)
-    }
-    schema = pa.schema([(name, array.type) for name, (array, _) in columns.items()])
-    inferred = datasets.Features.from_arrow_schema(schema)
-    features = datasets.Features({name: feature or inferred[name] for name, (_, feature) in columns.items()})
-    table = pa.table({name: array for name, (array, _) in columns.items()}, schema=features.arrow_schema)
-    return Dataset(table, info=datasets.DatasetInfo(features=features))
+    names = dict.fromkeys(name for row in rows for name in row)  # `from_list` reads those of the first row only
+    return Dataset.from_dict({name: _column([row.get(name) for row in rows]) for name in names})
 
 
-def _column(values: list[object]) -> tuple[pa.Array, datasets.features.features.FeatureType | None]:
-    """Return the Arrow array, and its feature if the array's type does not imply it."""
+def _column(values: list[object]) -> pa.Array:
+    """Return an Arrow array, of JSON if Arrow has no type for it.
+
+    `on_mixed_types` of `datasets` would read a text such as "5" beside other types as a number.
+    """
     try:
         array = pa.array(values)
         if not _has_empty_struct(array.type):
-            return array, None
+            return array
     except (pa.ArrowException, OverflowError):  # mixed types in lists, integers that are no float beside floats
         pass
-    feature = datasets.Json()
     written = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
-    return pa.array(written, type=feature.pa_type), feature
+    return pa.array(written, type=datasets.Json.pa_type)
 
 
 def _has_empty_struct(kind: pa.DataType) -> bool:

@@ -22,7 +22,6 @@ from grpo_ext.errors import RewardError, SamplerLost, without_secrets
 from grpo_ext.evaluation.sampling import evaluating, length_of, seeded
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import of_agents
-from grpo_ext.rewards.containment import scores_or_left
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.seeds import Source, numbered
@@ -142,11 +141,11 @@ def _add_rewards(trainer: Any, samples: list[Row], columns: dict[str, list[Any]]
     found: dict[str, Sequence[Any]] = {}
     extras: dict[str, list[Any]] = {}
     state = SimpleNamespace(global_step=trainer.state.global_step, max_steps=trainer.state.max_steps)
-    given = {"log_extra": extras.__setitem__, "log_metric": lambda *_: None, "trainer_state": state}
     attempts = columns.get(TRAJECTORY) if trainer.episode_runner is not None else None
     errors = []
     for function in runtime.functions:
-        scores = scores_or_left(function, {**columns, **given})
+        scores = function.scores({**columns, "trainer_state": state})
+        extras |= scores.extras
         errors += [scores.error] if scores.error else []
         lost = [False] * len(samples) if attempts is None else [attempt.lost for attempt in attempts]
         values = [None if gone else value for gone, value in zip(lost, scores.values, strict=True)]

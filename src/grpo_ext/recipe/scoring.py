@@ -13,13 +13,13 @@ from torch import Tensor
 from grpo_ext.config.weight_schedule import weight_at
 from grpo_ext.data.completions import row_with_rewards
 from grpo_ext.data.rows import Row
-from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.errors import ConfigError, Problem, RewardError
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rewards.columns import PLURALS
 from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.runtime import Component, Runtime, values_of
+from grpo_ext.rewards.runtime import Component, Runtime
 
 BATCH = 1024  # rows of one call of a reward, whose timeout suits a batch of training
 _START = (0, 1)  # the weights are those of step 0 of 1
@@ -58,6 +58,7 @@ def score_rows(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> ScoredR
 
     Raises:
         ConfigError: a reward that only TRL can load, or a column with the name of a reward's option.
+        RewardError: a reward failed, and its failure ends the run.
     """
     functions = [_offline(function) for function in runtime.functions]
     rewards: dict[str, list[float | None]] = {function.spec.name: [] for function in functions}
@@ -65,20 +66,20 @@ def score_rows(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> ScoredR
     names = {name for row in rows for name in row} - set(PLURALS.values())
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
-        columns = {plural: [row[name] for row in batch] for plural, name in PLURALS.items()}
+        columns: dict[str, object] = {plural: [row[name] for row in batch] for plural, name in PLURALS.items()}
         columns |= {name: [row.get(name) for row in batch] for name in names - set(columns)}
 
-        def log_extra(column: str, values: list[object], start: int = start) -> None:
-            if column not in names:  # the row's own columns have priority
-                extras.setdefault(column, [None] * len(rows))[start : start + len(values)] = values
-
-        given = {
-            "log_extra": log_extra,
-            "log_metric": lambda name, value: metrics[name].append(value),
-            "trainer_state": SimpleNamespace(global_step=0, max_steps=recipe.training.max_steps),
-        }
+        columns |= {"trainer_state": SimpleNamespace(global_step=0, max_steps=recipe.training.max_steps)}
         for function in functions:
-            rewards[function.spec.name] += values_of(function.scores({**columns, **given}))
+            scores = function.scores(columns)
+            if scores.error:
+                raise RewardError(scores.error)
+            rewards[function.spec.name] += scores.values
+            for name, value in scores.metrics:
+                metrics[name].append(value)
+            for name, logged in scores.extras:
+                if name not in names:  # the row's own columns have priority
+                    extras.setdefault(name, [None] * len(rows))[start : start + len(logged)] = logged
     weights = torch.tensor([function.weight(*_START) for function in functions], dtype=torch.float64)
     values = torch.tensor([[math.nan if v is None else v for v in column] for column in rewards.values()]).double().T
     keys = [json.dumps([row.get("step"), row["prompt"]]) for row in rows]

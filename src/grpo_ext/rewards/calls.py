@@ -1,16 +1,16 @@
-"""Calls of one reward: retries, scoring one by one after a failure, the call in this process."""
+"""Calls of one reward: which are made, and how each is made, by a worker or in this process."""
 
 import hashlib
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from grpo_ext.child_processes import traceback_tail
-from grpo_ext.rewards.columns import Columns, readable_columns, scorable_rows, take
+from grpo_ext.rewards.columns import Columns, readable_columns, row_count, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import from_outside
-from grpo_ext.rewards.outcomes import ScoredCall, failure
-from grpo_ext.rewards.signatures import is_async
 from grpo_ext.rewards.text import completion_text
 from grpo_ext.rewards.workers.pool import NO_TIME_LEFT, Job, Outcome, Status
 from grpo_ext.rewards.workers.worker import NotRewards, listed_rewards, logging_callbacks
@@ -18,35 +18,50 @@ from grpo_ext.waiting import awaited, named
 
 ISOLATION_BUDGET = 2.0
 """Time, in timeouts, for scoring the completions of a failed batch one by one."""
+LATE = Outcome(Status.TIMEOUT, reason=NO_TIME_LEFT)
 
 
-class RunBatches(Protocol):
-    """Makes calls of one reward, one for each list of rows; those not begun by the deadline time out."""
+@dataclass
+class Calls:
+    """The calls that score some rows of a batch: which are due depends on the outcomes of those before.
 
-    async def __call__(self, batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
-        """Return their outcomes, in order."""
-
-
-async def recovered(spec: RewardSpec, rows: list[int], outcome: Outcome, run: RunBatches) -> list[ScoredCall]:
-    """Retry a failed call; then score its completions one by one, where the reward scores them independently.
-
+    A failed call is retried; then its completions are scored one by one, where the reward scores them independently.
     A reward that compares the completions of a batch cannot score them one by one: its call fails as a whole. So does
     a call that returned a list of the wrong length, which is a mistake in the function.
     """
-    for _ in range(spec.retries):
-        if not failure(outcome, len(rows)):
-            break
-        spent = outcome.seconds
-        [outcome] = await run([rows])
-        outcome.seconds += spent
-    reason = failure(outcome, len(rows))
-    hopeless = outcome.misshapen(len(rows)) or len(rows) == 1 or spec.on_error == "raise" or not spec.is_independent
-    if not reason or hopeless:
-        return [ScoredCall(rows, outcome)]
-    singles = [[row] for row in rows]
-    outcomes = await run(singles, deadline=time.monotonic() + ISOLATION_BUDGET * spec.timeout)
-    outcomes[0].seconds += outcome.seconds
-    return [ScoredCall(single, one, after=reason) for single, one in zip(singles, outcomes, strict=True)]
+
+    spec: RewardSpec
+    due: list[list[int]]
+    """Rows of each call to make now; empty when all have been made."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Those of the last calls, which count; the time of failed ones before them is added to the first."""
+    deadline: float | None = None
+    """Time by `time.monotonic` after which no call is begun."""
+    retries: int = 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether no further call is begun."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Add the outcomes of the calls that were due."""
+        after = self.outcomes[0].failure if len(self.due) > 1 else ""
+        spent = sum(outcome.seconds for outcome in self.outcomes)
+        made = zip(self.due, outcomes, strict=True)
+        first, *others = (replace(outcome, rows=rows, after=after) for rows, outcome in made)
+        self.outcomes = [replace(first, seconds=first.seconds + spent), *others]
+        self.due = self._next(first) if first.failure and not others else []
+
+    def _next(self, failed: Outcome) -> list[list[int]]:
+        if self.retries < self.spec.retries:
+            self.retries += 1
+            return [failed.rows]
+        hopeless = failed.misshapen or len(failed.rows) == 1 or self.spec.on_error == "raise"
+        if hopeless or not self.spec.is_independent:
+            return []
+        self.deadline = time.monotonic() + ISOLATION_BUDGET * self.spec.timeout
+        return [[row] for row in failed.rows]
 
 
 def job(spec: RewardSpec, columns: Columns, rows: list[int], seed: int, place: int | None = None) -> Job:
@@ -67,37 +82,47 @@ def call_seed(seed: int, name: str, columns: Columns, rows: Sequence[int]) -> in
     return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
 
 
-async def in_process(spec: RewardSpec, columns: Columns) -> list[ScoredCall]:
-    """Score a batch in this process."""
-    rows = scorable_rows(spec, columns)
+@dataclass
+class Call:
+    """A call of a function in this process: its arguments, what it returned, and how it ended."""
 
-    async def run(batches: Sequence[list[int]], deadline: float | None = None) -> list[Outcome]:
-        return [await _call(spec, take(columns, rows), deadline) for rows in batches]
+    arguments: dict[str, Any]
+    values: Any = None
+    outcome: Outcome = LATE
 
-    return await recovered(spec, rows, (await run([rows]))[0], run) if rows else []
 
-
-async def _call(spec: RewardSpec, columns: Columns, deadline: float | None) -> Outcome:
-    start = time.monotonic()
-    if deadline is not None and start > deadline:
-        return Outcome(Status.TIMEOUT, reason=NO_TIME_LEFT)
+@contextmanager
+def contained(spec: RewardSpec, cure: str, columns: Columns) -> Iterator[Call]:
+    """Yield a call to make and complete; whatever is raised is its outcome. `cure` is for a call that takes long."""
     callbacks, extras, metrics = logging_callbacks()
+    made, began = Call({**columns, **callbacks, **spec.kwargs}), time.monotonic()
     try:
-        with named(f"reward {spec.name!r}", f"isolate: true limits it, by timeout={spec.timeout:g} s."):
-            values = spec.callable(**{**columns, **callbacks, **spec.kwargs})
-            if is_async(spec.callable):
-                values = await awaited(values)
-        outcome = Outcome(Status.SCORED, listed_rewards(values), extras, metrics)
+        with named(f"reward {spec.name!r}", cure):
+            yield made
+        outcome = Outcome(Status.SCORED, listed_rewards(made.values), extras, metrics)
     except NotRewards as error:
         outcome = Outcome(Status.MISSHAPEN, reason=str(error))
     except BaseException as error:  # the reward is the user's: it may raise anything
         if from_outside(error):
             raise
         outcome = Outcome(Status.FAILED, reason=traceback_tail(error))
-    outcome.seconds = time.monotonic() - start
-    return outcome
+    made.outcome = replace(outcome, seconds=time.monotonic() - began)
 
 
-def lost(columns: Columns, error: Exception) -> ScoredCall:
+def call(spec: RewardSpec, cure: str, columns: Columns) -> Outcome:
+    """Call a function in this process."""
+    with contained(spec, cure, columns) as made:
+        made.values = spec.callable(**made.arguments)
+    return made.outcome
+
+
+async def call_async(spec: RewardSpec, cure: str, columns: Columns) -> Outcome:
+    """Call an async function in this process."""
+    with contained(spec, cure, columns) as made:
+        made.values = await awaited(spec.callable(**made.arguments))
+    return made.outcome
+
+
+def lost(columns: Columns, error: Exception) -> Outcome:
     """Mark the batch failed because of an infrastructure error, not the reward function."""
-    return ScoredCall(list(range(len(columns["completions"]))), Outcome(Status.FAILED, reason=traceback_tail(error)))
+    return Outcome(Status.FAILED, reason=traceback_tail(error), rows=[*range(row_count(columns))])

@@ -138,7 +138,7 @@ def _is_empty(value: object) -> bool:
 
 def take(columns: Columns, rows: list[int]) -> dict[str, Any]:
     """Return the columns of some rows; the state and the callbacks stay as they are."""
-    total = len(columns["completions"])
+    total = row_count(columns)
     return {
         name: [value[i] for i in rows] if isinstance(value, list) and len(value) == total else value
         for name, value in columns.items()

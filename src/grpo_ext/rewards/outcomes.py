@@ -1,7 +1,7 @@
 """Merges the outcomes of a reward's calls: scaled and clipped numbers in the batch's order, and failures."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,67 +12,40 @@ from grpo_ext.rewards.failures import from_outside
 from grpo_ext.rewards.workers.pool import Outcome, Status
 from grpo_ext.rewards.workers.worker import safe_repr
 
-
-@dataclass
-class ScoredCall:
-    """One call: the rows of the batch that it scored, and its outcome."""
-
-    rows: list[int]
-    outcome: Outcome
-    after: str = ""
-    """Why the call on more rows failed that this one replaces; "" for none."""
-
-
 _CURE = "Return a finite number, or None where it cannot be scored"
 
 
 @dataclass
 class Scores:
-    """One reward's values for a batch, before its weight, and its failures and metrics."""
+    """The result of a reward for a batch, before its weight."""
 
     values: list[float | None]
     turns: list[list[float] | None]
     """Rewards of each turn, where the function returned them."""
     failed: list[tuple[int, str]] = field(default_factory=list)
-    misshapen: bool = False
-    """Whether a call did not return one value per completion."""
-    as_a_whole: bool = False
-    """Whether a call on several completions failed, so that all are without a score."""
-    rescored: int = 0
-    """Completions that were scored one by one."""
-    cause: str = ""
-    """Why they were scored one by one."""
-    nans: int = 0
-    timeouts: int = 0
-    clipped: int = 0
-    seconds: float = 0.0
-    extras: dict[str, list] = field(default_factory=dict)
+    """Rows without a value because of a failure, and why."""
+    extras: list[tuple[str, list]] = field(default_factory=list)
+    """Columns that it logged by `log_extra`."""
     metrics: list[tuple[str, float]] = field(default_factory=list)
+    """Figures that it, or its scorer, logged by `log_metric`."""
+    nans: int = 0
     error: str = ""
     """Why the run must stop, or an empty string."""
 
 
-def merged(spec: RewardSpec, turns: Sequence[int | None], calls: Sequence[ScoredCall]) -> Scores:
+def merged(spec: RewardSpec, turns: Sequence[int | None], outcomes: Sequence[Outcome]) -> Scores:
     """Merge the values of all rows; `turns` holds the number of turns of each, or None.
 
     Failed rows get the value of `on_error`, which is not scaled or clipped.
     """
-    total = len(turns)
+    total, clipped = len(turns), 0
     scores = Scores([None] * total, [None] * total)
-    for call in calls:
-        rows, outcome = call.rows, call.outcome
-        if call.after:
-            scores.rescored, scores.cause = scores.rescored + len(rows), call.after
-        scores.seconds += outcome.seconds
-        scores.timeouts += len(rows) * (outcome.status == Status.TIMEOUT)
-        scores.metrics += outcome.metrics
-        reason = failure(outcome, len(rows))
-        if reason:
-            scores.failed += [(row, reason) for row in rows]
-            scores.misshapen |= outcome.misshapen(len(rows))
-            scores.as_a_whole |= len(rows) > 1
+    extras: dict[str, list] = {}
+    for outcome in outcomes:
+        if outcome.failure:
+            scores.failed += [(row, outcome.failure) for row in outcome.rows]
             continue
-        for row, value in zip(rows, outcome.values, strict=True):
+        for row, value in zip(outcome.rows, outcome.values, strict=True):
             number, by_turn, problem = read_value(value, turns[row])
             if number is not None and math.isinf(number):
                 number, problem = None, f"it returned {number}. {_CURE}"
@@ -82,27 +55,40 @@ def merged(spec: RewardSpec, turns: Sequence[int | None], calls: Sequence[Scored
             elif number is not None:
                 scores.values[row] = final = _scaled(spec, number)
                 scores.turns[row] = None if by_turn is None else [reward * spec.scale for reward in by_turn]
-                scores.clipped += final != number * spec.scale
+                clipped += final != number * spec.scale
         for column, values in outcome.extras:
-            for row, value in zip(rows, values, strict=False):
-                scores.extras.setdefault(column, [None] * total)[row] = value
+            for row, value in zip(outcome.rows, values, strict=False):
+                extras.setdefault(column, [None] * total)[row] = value
     scores.failed.sort()
     if spec.on_error == "zero":
         for row, _ in scores.failed:
             scores.values[row] = 0.0
+    scores.extras = list(extras.items())
+    scores.metrics = [
+        *_figures(spec.name, scores, outcomes, clipped),
+        *(metric for outcome in outcomes for metric in outcome.metrics),
+    ]
     return scores
 
 
-def failure(outcome: Outcome, rows: int) -> str:
-    """Return why a call gives no values, or "" if it does."""
-    if outcome.status != Status.SCORED:
-        return outcome.reason
-    return "" if len(outcome.values) == rows else wrong_length(len(outcome.values), rows)
+def _figures(name: str, scores: Scores, outcomes: Sequence[Outcome], clipped: int) -> Iterator[tuple[str, float]]:
+    """Yield the figures of a reward's calls."""
+    n = max(1, len(scores.values))
+    figures = {
+        "none_frac": sum(value is None for value in scores.values) / n,
+        "nan_frac": scores.nans / n,
+        "clipped_frac": clipped / n,
+        "errors": len(scores.failed),
+        "timeouts": sum(len(outcome.rows) for outcome in outcomes if outcome.status == Status.TIMEOUT),
+        "rescored": rescored(outcomes),
+        "seconds": sum(outcome.seconds for outcome in outcomes),
+    }
+    yield from ((f"rewards/{name}/{figure}", float(value)) for figure, value in figures.items())
 
 
-def wrong_length(values: int, rows: int) -> str:
-    """Return the reason of a failure: a reward did not return one value for each completion."""
-    return f"it returned {values} values for {rows} completions. Return one number or None for each"
+def rescored(outcomes: Sequence[Outcome]) -> int:
+    """Return the number of completions that were scored one by one."""
+    return sum(len(outcome.rows) for outcome in outcomes if outcome.after)
 
 
 def turn_counts(columns: Columns) -> list[int | None]:
@@ -124,8 +110,10 @@ def read_value(value: Any, turns: int | None) -> tuple[float | None, list[float]
         return None, None, f"{reason}. Return one number for each turn, in a list, or one for the whole trajectory."
     try:
         rewards = [0.0 if reward is None else float(reward) for reward in value]
-    except (TypeError, ValueError):
-        return None, None, f"it returned {value!r:.200}. Return a number for each turn, or None."
+    except BaseException as error:
+        if from_outside(error):
+            raise
+        return None, None, f"it returned {safe_repr(value)}. Return a number for each turn, or None."
     return (None if all(reward is None for reward in value) else sum(rewards)), rewards, ""
 
 

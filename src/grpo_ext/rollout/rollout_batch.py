@@ -51,7 +51,7 @@ class RolloutBatch:
     played: Sequence[tuple[Trajectory, Any]] = ()
     """Trajectories with the figures of their attempts, where environments were played."""
     scored: Mapping[str, Any] = field(default_factory=dict)
-    """A `rewards.containment.Scored` for each reward function by name; models are scored on the main thread."""
+    """`rewards.outcomes.Scores` by each reward function, by its name; models score on the main thread."""
     seconds: float = 0.0
     """Seconds that completing and scoring took, where that was done ahead of training."""
     rewards: Tensor | None = None

@@ -26,7 +26,7 @@ from grpo_ext.data.images import with_images
 from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN, batch
-from grpo_ext.rewards.containment import Scored
+from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.images import Tokenized, each_alone, images_in
 from grpo_ext.rollout.process.policy import process_sampler
@@ -343,7 +343,7 @@ class Collector:
             scored = self.worker.score(columns, found.scored if unchanged else {})
             by_model = partial(self._by_model, prompts, completions)
             rewards = trainer.accelerator.gather(self.rewards.values(scored, by_model, len(rows)))
-        errors = [one.scores.error for one in scored.values() if one.scores.error]
+        errors = [scores.error for scores in scored.values() if scores.error]
         rewards = self.rewards.checked(rewards, errors, prompts, completions)
         found.logged = self._logged(scored)
         if self.episode_runner is not None:
@@ -354,14 +354,14 @@ class Collector:
         found.rewards, found.turn_rewards = rewards, self.rewards.turn_rewards(scored, len(rows))
         return rewards
 
-    def _logged(self, scored: Mapping[str, Scored]) -> dict[str, list[Any]]:
+    def _logged(self, scored: Mapping[str, Scores]) -> dict[str, list[Any]]:
         """Return the columns that rewards have logged, and log their figures."""
         columns = defaultdict[str, list[Any]](list)
-        for callback, name, values in (call for one in scored.values() for call in one.logged):
-            if callback == "log_extra":
+        for scores in scored.values():
+            for name, values in scores.extras:
                 columns[name].extend(values)
-            else:
-                self.trainer._log.of_rewards[name].append(values)
+            for name, value in scores.metrics:
+                self.trainer._log.of_rewards[name].append(value)
         return dict(columns)
 
     def _by_model(self, prompts: list[Any], completions: list[Any], place: int) -> Tensor:

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from grpo_ext.environments.attempt import AttemptFigures
 from grpo_ext.objective.trajectory import Trajectory, Tree, Turn
-from grpo_ext.rewards.containment import Scored
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 
-SAFE = (RolloutBatch, Generated, Scored, Scores, Trajectory, Turn, Tree, AttemptFigures)
+SAFE = (RolloutBatch, Generated, Scores, Trajectory, Turn, Tree, AttemptFigures)
 _OF_NUMPY: tuple[Any, ...] = (
     np.float64(0).__reduce__()[0],
     np.dtype,
@@ -76,7 +75,7 @@ def to_be_kept(finished: RolloutBatch) -> RolloutBatch | None:
 
     None if it cannot keep them: rewards may log any object, and environments return any.
     """
-    failed = any(scored.scores.error for scored in finished.scored.values())
+    failed = any(scores.error for scores in finished.scored.values())
     finished = replace(finished, rows=[], attempts=(), prompts=[])  # a run that resumes draws them again
     without = replace(finished, scored={})
     return next((part for part in (without if failed else finished, without) if _can_be_read(part)), None)

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import TrainerState
 
 from grpo_ext.errors import RewardError, SamplerLost, without_secrets
-from grpo_ext.rewards.containment import Scored, scorer_of
-from grpo_ext.rewards.runtime import Component, Runtime
+from grpo_ext.rewards.outcomes import Scores
+from grpo_ext.rewards.scorers import OwnFunction, Scorer
 from grpo_ext.rollout.rollout_batch import TurnRewards
 from grpo_ext.trainer.nan_report import BadTensor
 from grpo_ext.trainer.nonfinite import NonFiniteGuard
@@ -30,7 +30,7 @@ class RewardCollector:
 
     Args:
         rewards: functions, components and models, in TRL's order.
-        names: their names in the log.
+        names: their names in the log, which differ.
         guard: decides what happens to NaN and inf.
         accelerator: exchanges failures between processes.
     """
@@ -38,18 +38,23 @@ class RewardCollector:
     def __init__(
         self, rewards: Sequence[Any], names: list[str], guard: NonFiniteGuard, accelerator: Accelerator
     ) -> None:
-        self.rewards, self.names, self.guard, self.accelerator = list(rewards), names, guard, accelerator
-        self.scorers = [scorer_of(reward) for reward in rewards]
-        self.runtime: Runtime | None = next((f.runtime for f in rewards if isinstance(f, Component)), None)
+        self.names, self.guard, self.accelerator = names, guard, accelerator
+        self.scorers: dict[str, Scorer] = {
+            name: reward if isinstance(reward, Scorer) else OwnFunction(reward)
+            for name, reward in zip(names, rewards, strict=True)
+            if not isinstance(reward, torch.nn.Module)
+        }
+        """What scores by each function, by its name; a reward without one is a model, which TRL's code scores."""
+        self.runtime = next((s.runtime for s in self.scorers.values() if s.runtime is not None), None)
 
     def schedule_weights(self, weights: Tensor, state: TrainerState) -> None:
         """Set the weights of the current step in place."""
-        for i, reward in enumerate(self.rewards):
-            if isinstance(reward, Component) and reward.spec.weight_schedule is not None:
-                weights[i] = reward.weight(state.global_step, state.max_steps)
+        for i, name in enumerate(self.names):
+            if name in self.scorers and self.scorers[name].spec.weight_schedule is not None:
+                weights[i] = self.scorers[name].weight(state.global_step, state.max_steps)
 
     def values(
-        self, scored: Mapping[str, Scored], by_model: Callable[[int], Tensor], rows: int
+        self, scored: Mapping[str, Scores], by_model: Callable[[int], Tensor], rows: int
     ) -> Float[Tensor, "rows functions"]:
         """Return this process's rewards, NaN where a completion was not scored.
 
@@ -58,19 +63,18 @@ class RewardCollector:
             by_model: returns the scores of the model at a place among the rewards.
             rows: completions.
         """
-        found = torch.zeros(rows, len(self.scorers), device=self.accelerator.device)
-        for i, scorer in enumerate(self.scorers):
-            if isinstance(scorer, torch.nn.Module):
-                found[:, i] = by_model(i)
-            else:
-                values = [math.nan if value is None else value for value in scored[scorer.__name__].scores.values]
+        found = torch.zeros(rows, len(self.names), device=self.accelerator.device)
+        for i, name in enumerate(self.names):
+            if name in self.scorers:
+                values = [math.nan if value is None else value for value in scored[name].values]
                 found[:, i] = torch.tensor(values, dtype=torch.float32, device=found.device)
+            else:
+                found[:, i] = by_model(i)
         return found
 
-    def turn_rewards(self, scored: Mapping[str, Scored], rows: int) -> list[TurnRewards]:
+    def turn_rewards(self, scored: Mapping[str, Scores], rows: int) -> list[TurnRewards]:
         """Return the per-turn rewards of each row."""
-        names = [getattr(scorer, "__name__", "") for scorer in self.scorers]
-        by_function = [scored[name].scores.turns if name in scored else [None] * rows for name in names]
+        by_function = [scored[name].turns if name in scored else [None] * rows for name in self.names]
         return [list(row) for row in zip(*by_function, strict=True)]
 
     def checked(
@@ -116,9 +120,8 @@ class RewardCollector:
     ) -> tuple[list[dict[str, Any]], str]:
         """Find NaN and inf in this process's rewards; return the findings and why the batch could not be saved."""
         mine, rows = self._mine(rewards, len(completions)), {}
-        for i, (name, reward) in enumerate(zip(self.names, self.rewards, strict=True)):
-            is_model = isinstance(reward, torch.nn.Module)  # NaN of a function is None
-            bad = ~mine[:, i].isfinite() if is_model else mine[:, i].isinf()
+        for i, name in enumerate(self.names):
+            bad = mine[:, i].isinf() if name in self.scorers else ~mine[:, i].isfinite()  # NaN of a function is None
             rows[name] = bad.nonzero().flatten().tolist()
         if not any(rows.values()):
             return [], ""

@@ -24,7 +24,8 @@ from grpo_ext.environments.attempt import AttemptLimits
 from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import COLUMN, batch
-from grpo_ext.rewards.containment import scored_by
+from grpo_ext.rewards.outcomes import Scores
+from grpo_ext.rewards.scorers import Scorer, scored_by
 from grpo_ext.rollout.background import Background
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import Sampled, Sampler
@@ -112,7 +113,7 @@ class RolloutWorker:
 
     Args:
         source: samples.
-        scorers: the rewards, as `rewards.containment.scorer_of` returns them.
+        scorers: what scores by each reward function, by its name.
         processing_class: of the trainer, or a copy: two threads must not use one tokenizer.
         ends: tokens that end a completion, with padding.
         eos_token_id: fills an empty completion.
@@ -126,7 +127,7 @@ class RolloutWorker:
     def __init__(
         self,
         source: Source,
-        scorers: Sequence[Any],
+        scorers: Mapping[str, Scorer],
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         *,
         ends: Collection[int],
@@ -137,7 +138,7 @@ class RolloutWorker:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        self.source, self.scorers, self.ends, self.episode_runner = source, list(scorers), ends, episode_runner
+        self.source, self.scorers, self.ends, self.episode_runner = source, scorers, ends, episode_runner
         self.eos_token_id, self.options, self.loop = eos_token_id, options or {}, loop
         self.waiting, self.timed = waiting, timed
         self._processing: Any = processing_class
@@ -152,10 +153,10 @@ class RolloutWorker:
         made = self._sampled(request) if self.episode_runner is None else self._played(request, self.episode_runner)
         return replace(made, seconds=time.monotonic() - began)
 
-    def score(self, columns: Mapping[str, Any], ready: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return a `Scored` for each function that has none `ready`, and what is; models score on the main thread."""
+    def score(self, columns: Mapping[str, Any], ready: Mapping[str, Scores] | None = None) -> dict[str, Scores]:
+        """Return the scores by each function, those that are `ready` as they are; models score on the main thread."""
         ready = ready or {}
-        missing = [scorer for scorer in self.scorers if getattr(scorer, "__name__", None) not in ready]
+        missing = {name: scorer for name, scorer in self.scorers.items() if name not in ready}
         return {**ready, **scored_by(missing, columns, self.loop, self.timed)}
 
     def sampled(
@@ -295,7 +296,7 @@ class BackgroundWorker:
 def worker_of(
     trainer: Any,
     source: Source,
-    scorers: Sequence[Any],
+    scorers: Mapping[str, Scorer],
     *,
     copies: bool,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,

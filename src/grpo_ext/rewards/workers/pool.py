@@ -46,9 +46,9 @@ class Job:
     """Index of the worker that makes the call, modulo their number; None: any."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
-    """How a job ended and what it returned."""
+    """How a call of a reward ended and what it returned."""
 
     status: Status
     values: list[Any] = field(default_factory=list)
@@ -56,10 +56,24 @@ class Outcome:
     metrics: list[tuple[str, float]] = field(default_factory=list)
     reason: str = ""
     seconds: float = 0.0
+    rows: list[int] = field(default_factory=list)
+    """Rows of the batch that it scored."""
+    after: str = ""
+    """Why the call on more rows failed that this one replaces; "" for none."""
 
-    def misshapen(self, rows: int) -> bool:
-        """Return whether the function did not return one value per row: a mistake in it, on any completions."""
-        return self.status == Status.MISSHAPEN or (self.status == Status.SCORED and len(self.values) != rows)
+    @property
+    def failure(self) -> str:
+        """Why it gives no values, or "" if it does."""
+        if self.status != Status.SCORED:
+            return self.reason
+        values, rows = len(self.values), len(self.rows)
+        cure = "Return one number or None for each"
+        return "" if values == rows else f"it returned {values} values for {rows} completions. {cure}"
+
+    @property
+    def misshapen(self) -> bool:
+        """Whether the function did not return one value per row: a mistake in it, on any completions."""
+        return self.status == Status.MISSHAPEN or (self.status == Status.SCORED and len(self.values) != len(self.rows))
 
 
 class Worker(Child):
