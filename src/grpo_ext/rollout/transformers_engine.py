@@ -206,7 +206,7 @@ class TransformersSampler:
     def _tensors(self, contexts: list[list[int]], fields: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the inputs of `generate`, padded on the left."""
         multiple: Any = self.trainer.pad_to_multiple_of
-        ids, mask = padded(contexts, self.trainer._tokenizer.pad_token_id, multiple)
+        ids, mask = padded(contexts, cast(int, self.trainer.generation_config.pad_token_id), multiple)
         found = {"input_ids": ids, "attention_mask": mask}
         for name, value in fields.items():
             if isinstance(value, list) and value and isinstance(value[0], list):  # of each token

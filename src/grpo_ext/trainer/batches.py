@@ -90,6 +90,19 @@ class Generation:
         return next((self.totals[i // window] for i in places), None)
 
 
+def arranged(batches: Sequence[MicroBatch], args: GRPOExtConfig, accelerator: Accelerator) -> Generation:
+    """Return the micro-batches of a generation with the denominators of their steps, unless these are stock TRL's."""
+    exact = args.exact_denominators
+    return Generation(batches, counted(batches, args.gradient_accumulation_steps, accelerator) if exact else ())
+
+
+def without_known_old(batches: Sequence[MicroBatch], accelerator: Accelerator) -> list[MicroBatch]:
+    """Return the batches that hold, on any process, a token whose log-probability the sampler does not know."""
+    unknown = [(batch["sampling_per_token_logps"].isnan() & live_mask(batch).bool()).any() for batch in batches]
+    anywhere = accelerator.gather(torch.stack(unknown)).view(-1, len(batches)).any(dim=0)
+    return [batch for batch, needs in zip(batches, anywhere.tolist(), strict=True) if needs]
+
+
 # Denominators.
 
 

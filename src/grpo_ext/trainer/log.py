@@ -41,12 +41,7 @@ class Log:
             self.add(name, value)
 
     def add_lengths(self, made: Generated, ends: Collection[int], state: TrainerState) -> None:
-        """Log the lengths of the completions of all processes as TRL's `_generate` does; collective.
-
-        Args:
-            made: of this process.
-            ends: tokens that end a completion, with padding.
-            state: of the trainer, which counts tokens in training.
+        """Log the lengths of the completions of all processes, with `made` of this one, as TRL does; collective.
 
         Raises:
             RuntimeError: there are no completions.
@@ -84,15 +79,7 @@ class Log:
         *,
         images: bool,
     ) -> None:
-        """Add the completions of all processes to the table; collective.
-
-        Args:
-            batch: this process's, with the rewards of all.
-            prompts: of the same rows, as they are shown.
-            advantages: of all processes' completions.
-            reward_names: of the columns of the rewards.
-            images: whether images are shown.
-        """
+        """Add the completions of all processes, and the `advantages` of all, to the table; collective."""
         made, table, count = batch.generated, self.table, len(batch.rows)
         assert made is not None
         assert batch.rewards is not None

@@ -10,21 +10,24 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import DistributedType, gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.safe_reading import write_text
-from grpo_ext.trainer import dump
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.diagnosis.recording import gradient_figures, is_logged
 from grpo_ext.trainer.loss import LossOutput
-from grpo_ext.trainer.nan_report import HOW_TO_LOOK, BadTensor, ObservedBatch, in_order, value_in
+from grpo_ext.trainer.nan_report import HOW_TO_LOOK, BadTensor, ObservedBatch, in_order, value_in, write
 from grpo_ext.trainer.signals import signals
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,12 @@ SKIPPED = "nonfinite/skipped_steps"
 class NonFiniteGuard:
     """Decides on all processes, before each optimizer step, whether to make it.
 
+    Args:
+        trainer: whose step, state and optimizer it reads.
+        metrics: those of training.
+        tokenizer: shows what a bad row says.
+        dump: returns what is written of a step's micro-batches.
+
     Attributes:
         skipped: skipped steps since training began.
         requested: the signal that one of the processes received, 0 for none; the same on all processes.
@@ -47,8 +56,15 @@ class NonFiniteGuard:
         updating: whether the optimizer may be changing the weights; the end of the step resets it.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.skips = trainer, trainer.args.on_nonfinite == "skip"
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        metrics: Mapping[str, list[float]],
+        tokenizer: PreTrainedTokenizerBase,
+        dump: Callable[[Sequence[ObservedBatch]], dict[str, Any]],
+    ) -> None:
+        self.trainer, self.metrics, self.tokenizer, self.dump = trainer, metrics, tokenizer, dump
+        self.skips = cast(GRPOExtConfig, trainer.args).on_nonfinite == "skip"
         self.start()
 
     def start(self) -> None:
@@ -116,7 +132,7 @@ class NonFiniteGuard:
         sound = self._settle(norm, named)
         if sound and named and is_logged(self.trainer.state):
             for name, value in gradient_figures(named).items():
-                self.trainer._metrics["train"][name].append(value)
+                self.metrics[name].append(value)
         if sound and max_norm < float("inf"):
             torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, norm)
         return norm
@@ -145,7 +161,7 @@ class NonFiniteGuard:
         else:
             in_a_forward = any(forward for forward, *_ in verdicts)
             self._unsound(named, mine=bool(verdicts[accelerator.process_index][0]) or not in_a_forward)
-        self.trainer._metrics["train"][SKIPPED].append(float(not sound))
+        self.metrics[SKIPPED].append(float(not sound))
         self.window.clear()
         self._bad, self.updating = None, True
         return sound
@@ -178,7 +194,7 @@ class NonFiniteGuard:
             raise NonFiniteError(f"{text} {self._cure(again)}")
         if self.trainer.accelerator.is_main_process:
             logger.warning(f"{text} The step is skipped (on_nonfinite: skip); weights and optimizer stay as they are.")
-        self.trainer.optimizer.zero_grad(set_to_none=True)
+        cast(Optimizer, self.trainer.optimizer).zero_grad(set_to_none=True)
         self.skipped_since_log = True
 
     def _findings(self, parameters: Sequence[str], named: Mapping[str, Tensor]) -> list[BadTensor]:
@@ -202,7 +218,7 @@ class NonFiniteGuard:
         ids, mask = (micro_batch.inputs.get(f"completion_{name}") for name in ("ids", "mask"))
         if not rows or ids is None or mask is None:
             return ""
-        return str(self.trainer._tokenizer.decode(ids[rows[0]][mask[rows[0]].bool()][:32]))[:80]
+        return str(self.tokenizer.decode(ids[rows[0]][mask[rows[0]].bool()][:32]))[:80]
 
     # Messages and files.
 
@@ -237,7 +253,7 @@ class NonFiniteGuard:
         """Write this rank's findings and batch; return a sentence if that failed, and "" otherwise."""
         path = self.folder / f"rank_{self._rank}.pt"
         try:
-            dump.write(path, dump.content(self.trainer, window) | found)
+            write(path, self.dump(window) | found)
             write_text(path.parent / "README.txt", HOW_TO_LOOK.format(step=self.step))
         except Exception as error:  # a full disk must not hide what was found
             return f"The batch could not be saved to {path} ({error})."
@@ -250,12 +266,7 @@ class NonFiniteGuard:
     ) -> tuple[list[dict[str, Any]], str]:
         """Return this process's bad rewards as dictionaries, and why its batch could not be saved, or "".
 
-        Args:
-            rewards: this process's, [rows, rewards].
-            rows: by reward, the rows in which it returned NaN or inf.
-            names: the rewards' names.
-            prompts: of the rows.
-            completions: of the rows.
+        `rows` are those in which a reward, by name, returned NaN or inf.
         """
         found = []
         for name, bad in rows.items():
@@ -267,7 +278,7 @@ class NonFiniteGuard:
 
     @property
     def _stops_for_rewards(self) -> bool:
-        return not self.skips and self.trainer.model.training
+        return not self.skips and cast(nn.Module, self.trainer.model).training
 
     def rewards(self, findings: Sequence[BadTensor], problem: str) -> None:
         """Stop for NaN or inf in the rewards of any process, or warn that they count as not scored.

@@ -31,37 +31,40 @@ class RewardCollector:
     Args:
         rewards: functions, components and models, in TRL's order.
         names: their names in the log.
+        weights: their weights, which a schedule changes in place.
+        by_model: returns the scores of the model at a place among the rewards, for prompts and completions.
         guard: decides what happens to NaN and inf.
         accelerator: exchanges failures between processes.
     """
 
     def __init__(
-        self, rewards: Sequence[Any], names: list[str], guard: NonFiniteGuard, accelerator: Accelerator
+        self,
+        rewards: Sequence[Any],
+        names: list[str],
+        weights: Tensor,
+        by_model: Callable[[int, list[Any], list[Any]], Tensor],
+        guard: NonFiniteGuard,
+        accelerator: Accelerator,
     ) -> None:
-        self.rewards, self.names, self.guard, self.accelerator = list(rewards), names, guard, accelerator
+        self.rewards, self.names, self.weights, self.by_model = list(rewards), names, weights, by_model
+        self.guard, self.accelerator = guard, accelerator
         self.scorers = [scorer_of(reward) for reward in rewards]
         self.runtime: Runtime | None = next((f.runtime for f in rewards if isinstance(f, Component)), None)
 
-    def schedule_weights(self, weights: Tensor, state: TrainerState) -> None:
+    def schedule_weights(self, state: TrainerState) -> None:
         """Set the weights of the current step in place."""
         for i, reward in enumerate(self.rewards):
             if isinstance(reward, Component) and reward.spec.weight_schedule is not None:
-                weights[i] = reward.weight(state.global_step, state.max_steps)
+                self.weights[i] = reward.weight(state.global_step, state.max_steps)
 
     def values(
-        self, scored: Mapping[str, Scored], by_model: Callable[[int], Tensor], rows: int
+        self, scored: Mapping[str, Scored], prompts: list[Any], completions: list[Any]
     ) -> Float[Tensor, "rows functions"]:
-        """Return this process's rewards, NaN where a completion was not scored.
-
-        Args:
-            scored: by the functions, by name.
-            by_model: returns the scores of the model at a place among the rewards.
-            rows: completions.
-        """
-        found = torch.zeros(rows, len(self.scorers), device=self.accelerator.device)
+        """Return this process's rewards, NaN where a completion was not scored."""
+        found = torch.zeros(len(completions), len(self.scorers), device=self.accelerator.device)
         for i, scorer in enumerate(self.scorers):
             if isinstance(scorer, torch.nn.Module):
-                found[:, i] = by_model(i)
+                found[:, i] = self.by_model(i, prompts, completions)
             else:
                 values = [math.nan if value is None else value for value in scored[scorer.__name__].scores.values]
                 found[:, i] = torch.tensor(values, dtype=torch.float32, device=found.device)
@@ -77,12 +80,6 @@ class RewardCollector:
         self, rewards: Tensor, errors: Sequence[str], prompts: Sequence[Any], completions: Sequence[Any]
     ) -> Tensor:
         """Return the rewards [completions, functions] of all processes, NaN where a completion was not scored.
-
-        Args:
-            rewards: of all processes, as TRL gathered them.
-            errors: messages of this process's rewards whose failure ends the run, or that a signal does.
-            prompts: of this process.
-            completions: of this process.
 
         Raises:
             RewardError: a reward failed, on any process.

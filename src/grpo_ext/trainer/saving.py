@@ -20,6 +20,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, OutOfMemory, Problem
 from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.random_streams import random_state
+from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.safe_reading import remove_link, write_text
 from grpo_ext.trainer import card, in_flight
@@ -30,6 +31,7 @@ from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.checkpoints.finish import CARD, FINISHED_FILE
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST
 from grpo_ext.trainer.checkpoints.processes import agreed
+from grpo_ext.trainer.collector import Collector
 from grpo_ext.trainer.nan_report import check_weights
 from grpo_ext.trainer.nonfinite import NonFiniteGuard
 from grpo_ext.trainer.reference import InitialWeights, ReferenceCheck
@@ -39,17 +41,19 @@ class Saving(GRPOTrainer):
     """`trl.GRPOTrainer` that writes checkpoints and models whole or not at all.
 
     Attributes:
+        record: what defines the run that trains, for its checkpoints and evaluations.
         recipe_record: what defines the run, where a recipe does; else the trainer's own arguments do.
     """
 
     args: GRPOExtConfig
-    collector: Any
+    collector: Collector
     model: Any
     num_iterations: Any
     objective: Objective
+    record: Mapping[str, Any] | None = None
     recipe_record: Mapping[str, Any] | None = None
     _advantages: Advantages
-    _drift: Any
+    _drift: DriftCheck | None
     _ends_early = False
     """True while a run is ended early: its checkpoint must hold what a resume needs, also with `save_only_model`."""
     _epoch_began = (0, 0)
@@ -59,7 +63,6 @@ class Saving(GRPOTrainer):
     _initial: InitialWeights | None = None
     """Those of an adapter, which are its reference."""
     _metrics: dict[str, defaultdict[str, list[float]]]
-    _record: Mapping[str, Any] | None = None
     _reference_check: ReferenceCheck
     _resumed: state.Resumed | None = None
 
@@ -219,7 +222,7 @@ class Saving(GRPOTrainer):
         facts = {"step": self.state.global_step, "max_steps": self.state.max_steps}
         final = Path(output_dir)
         with self._writer.reporting(final / FINISHED_FILE, final):
-            self._writer.attempt_shared(self._writer.finish, final, self._record or {}, facts)
+            self._writer.attempt_shared(self._writer.finish, final, self.record or {}, facts)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as TRL does; outside a checkpoint with whole weights, also where an engine shards them."""
@@ -287,7 +290,7 @@ class Saving(GRPOTrainer):
         rank, main = self.accelerator.process_index, self.accelerator.is_main_process
         self._write_objective(folder)
         if self.args.should_save:
-            identity.write_record(folder, self._record or {})
+            identity.write_record(folder, self.record or {})
             if self._initial is not None:
                 self._initial.write(folder)
         epoch, began = self._epoch_began

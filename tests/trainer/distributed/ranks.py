@@ -28,7 +28,7 @@ from grpo_ext.packing.token_budget import TokenBudget
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.train import leave_process_group
-from grpo_ext.trainer.token_budget import SHARDED
+from grpo_ext.trainer.scoring import SHARDED
 from support import interrupted, poisoned, tiny, trainers, tuners, worlds
 from support.dealt import AT_A_TIME, LIMITS, SAMPLES, dealing
 from support.dealt import rows as dealt_rows
