@@ -43,7 +43,6 @@ from grpo_ext.trainer.libraries import replacement_problems, without_notices
 from grpo_ext.trainer.loss_hooks import LossHooks
 from grpo_ext.trainer.reference import InitialWeights, ReferenceCheck, made_up_logps, moved
 from grpo_ext.trainer.sampling import correct_sampler
-from grpo_ext.trainer.scoring import scorer_of
 from grpo_ext.trainer.setup import (
     EnvironmentFactory,
     Prepared,
@@ -146,16 +145,7 @@ class GRPOExtTrainer(LossHooks):
             widen_trained(self.model)
         self._set_up_loss()
         self._set_up_rollouts(ready, reward_memory_gib)
-        self._scorer = scorer_of(
-            self.model,
-            self.ref_model,
-            args,
-            self.accelerator,
-            super()._get_per_token_logps_and_entropies,
-            aux_loss=self.aux_loss_enabled,
-            uneven=self.rollout_func is not None or self.episode_runner is not None,
-        )
-        self.sharing = self._scorer.sharing
+        self._set_up_forward()
         self._set_up_reference()
         self._add_callbacks()
         self._describe_objective()

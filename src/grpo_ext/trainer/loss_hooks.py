@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
-from grpo_ext.packing.policy import PrefixSharing, Scores
+from grpo_ext.packing.policy import Scores
 from grpo_ext.trainer.advantages import Advantages
 from grpo_ext.trainer.batches import Generation, arranged, counted_once, forward_only, stock_totals, without_known_old
 from grpo_ext.trainer.diagnosis.recording import add_ess, log_rows
@@ -16,13 +16,12 @@ from grpo_ext.trainer.log import Log
 from grpo_ext.trainer.loss import Loss, LossOutput, Moment, joined
 from grpo_ext.trainer.loss_terms import Figures, moved_coefficient
 from grpo_ext.trainer.rollout_hooks import RolloutHooks
-from grpo_ext.trainer.scoring import more_to_come
+from grpo_ext.trainer.scoring import more_to_come, scorer_of
 
 
 class LossHooks(RolloutHooks):
     """A trainer whose `Loss` is the objective's, with exact denominators of each optimizer step."""
 
-    sharing: PrefixSharing
     entropy_coef: float
     router_aux_loss_coef: Any
     _entropy_window_stats: Any
@@ -43,6 +42,14 @@ class LossHooks(RolloutHooks):
         self._regroups = args.exact_denominators and additive
         # completions without an advantage then have no part in the loss, nor in what steers the run
         self._skips = args.zero_advantages_skipped and self.objective.row.silent_at_zero and not steers
+
+    def _set_up_forward(self) -> None:
+        """Choose the forward that scores tokens."""
+        uneven = self.rollout_func is not None or self.episode_runner is not None
+        models, stock = (self.model, self.ref_model), super()._get_per_token_logps_and_entropies
+        aux = self.aux_loss_enabled
+        self._scorer = scorer_of(*models, self.args, self.accelerator, stock, aux_loss=aux, uneven=uneven)
+        self.sharing = self._scorer.sharing
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Scores:
         return self._scorer.tokens(*args, **kwargs)
