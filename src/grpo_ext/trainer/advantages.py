@@ -120,7 +120,7 @@ class Advantages:
         assert rollouts.rewards is not None
         training, trl = self.log.mode == "train", TRLAdvantages.of(rollouts.rewards, weights, group, self.objective)
         rewards, wide = self._grouped(rollouts.rewards, group), weights.double()
-        total = self._total(rewards, wide)
+        total = weighted_total(rewards, wide, missing=self.objective.missing_rewards)
         self._log_rewards(rewards, trl, total)
         if self.stock:
             credited = AssignedAdvantages(trl.advantages.view(-1, group), total, zero_variance(total))
@@ -166,9 +166,6 @@ class Advantages:
 
     def _grouped(self, rewards: Tensor, group: int) -> Float[Tensor, "groups completions functions"]:
         return rewards.double().view(-1, group, rewards.shape[1])
-
-    def _total(self, rewards: Tensor, weights: Tensor) -> Float[Tensor, "groups completions"]:
-        return weighted_total(rewards, weights, missing=self.objective.missing_rewards)
 
     def _estimated(
         self,

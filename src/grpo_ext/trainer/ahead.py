@@ -67,7 +67,6 @@ class RolloutsAhead:
     """The windows of a trainer that are sampled ahead, each by weights of exactly the same age.
 
     Attributes:
-        hooks: the trainer's.
         sampler: samples beside training.
         worker: of the main thread; the background gets a copy.
         runtime: the rewards' processes.

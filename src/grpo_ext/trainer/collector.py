@@ -1,9 +1,4 @@
-"""`Collector`: from the dataset's rows to a batch of rollouts: now or ahead of training, and scored.
-
-TRL's hooks for a prompt's tokens, a generation and rewards stay the trainer's, so that a subclass may replace them.
-Each is called once. Where TRL's own loop completes rows (tools, a `rollout_func`, a subclass's turns), it asks for
-each turn by the trainer's `_generate_single_turn`.
-"""
+"""`Collector`: from the dataset's rows to a batch of rollouts: now or ahead of training, and scored."""
 
 import copy
 from collections import defaultdict
@@ -44,12 +39,9 @@ class Collector:
     """Makes the generations of a trainer.
 
     Attributes:
-        hooks: the trainer's.
         log: its log; tells also whether it trains or evaluates.
-        times: the clock of a step.
         policy: the policy as its own sampler, or vLLM with its present weights.
         inference_engine: the sampler that runs beside training: a process, or a vLLM server.
-        rewards: the rewards.
         dynamic: replaces groups without a signal, for `dynamic_sampling`.
         silent: returns the groups without a signal.
         ahead: samples by older weights, for `rollout_ahead`.
@@ -90,27 +82,28 @@ class Collector:
 
     def collect(self, rows: list[Row], attempts: Sequence[AttemptId]) -> RolloutBatch:
         """Generate and score a completion for each row; each process needs as many rows."""
-        found = self.rollouts(rows, attempts)
-        made = found.generated
-        assert made is not None
-        with temporarily(self, _current=found):
-            given = found.rows, found.prompts, made.completions, made.completion_ids
-            found.rewards = self.hooks._calculate_rewards(*given).cpu()
-        return found
+        rollouts = self.rollouts(rows, attempts)
+        generated = rollouts.generated
+        assert generated is not None
+        with temporarily(self, _current=rollouts):
+            columns = rollouts.rows, rollouts.prompts, generated.completions, generated.completion_ids
+            rollouts.rewards = self.hooks._calculate_rewards(*columns).cpu()
+        return rollouts
 
     def rollouts(self, rows: list[Row], attempts: Sequence[AttemptId]) -> RolloutBatch:
         """Generate a completion for each row, each process for its own; `attempts` give the seeds."""
         prompts = self.hooks.prompts_of(rows)
         ready = None if self.ahead is None else self.ahead.finished(attempts)
-        found = replace(ready or RolloutBatch([]), rows=rows, attempts=attempts, prompts=prompts)
-        with temporarily(self, _current=found):
-            made = Generated(*self.hooks._generate(prompts))
-        if found.generated is not None and not found.generated.has(made.completions, made.completion_ids):
-            found.scored = {}  # a subclass has changed what was scored ahead
-        found.generated = made
-        added = [{k: v[i] if isinstance(v, list) else v for k, v in made.extra.items()} for i in range(len(rows))]
-        found.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
-        return found
+        rollouts = replace(ready or RolloutBatch([]), rows=rows, attempts=attempts, prompts=prompts)
+        with temporarily(self, _current=rollouts):
+            generated = Generated(*self.hooks._generate(prompts))
+        ahead = rollouts.generated
+        if ahead is not None and not ahead.has(generated.completions, generated.completion_ids):
+            rollouts.scored = {}  # a subclass has changed what was scored ahead
+        rollouts.generated = generated
+        added = [{k: v[i] if isinstance(v, list) else v for k, v in generated.extra.items()} for i in range(len(rows))]
+        rollouts.rows = [{**row, **columns} for row, columns in zip(rows, added, strict=True)]
+        return rollouts
 
     # What the trainer's hooks do.
 
@@ -124,52 +117,38 @@ class Collector:
 
     def completed(self, prompts: list, group: int) -> Generated:
         """Complete prompts, `group` of them in a row the same, unless that was done ahead; log figures of episodes."""
-        found = made = self._current or RolloutBatch([{} for _ in prompts])
+        rollouts = completed = self._current or RolloutBatch([{} for _ in prompts])
         images, fields = None, dict[str, Any]()
-        if found.generated is None:
+        if rollouts.generated is None:
             prompts, ids = copy.deepcopy(prompts), list[list[int]]()
             if self.episode_runner is None:
                 ids, images, fields = self.hooks._tokenize_prompts(prompts)
-            made = self.worker.complete(self._request(found, prompts, ids, fields, group))
-        assert made.generated is not None
-        generated, found.kept, found.played = made.generated._replace(images=images), made.kept, made.played
+            completed = self.worker.complete(self._request(rollouts, prompts, ids, fields, group))
+        assert completed.generated is not None
+        generated = completed.generated._replace(images=images)
+        rollouts.kept, rollouts.played = completed.kept, completed.played
         if self.episode_runner is None:
             return generated
-        records = self.episode_runner.records(found.played)
+        records = self.episode_runner.records(rollouts.played)
         self.log.add_all(self.episode_runner.figures(records, warns=self.hooks.accelerator.is_main_process))
         if self.log.is_training():
             self.episode_runner.note_losses(records)
-        if not known_everywhere(made.trajectories):
+        if not known_everywhere(completed.trajectories):
             return generated
-        lists = batch(made.trajectories, self.worker.ends, logprobs=True)
+        lists = batch(completed.trajectories, self.worker.ends, logprobs=True)
         fill_empty(lists.completion_ids, lists.logprobs, self.worker.tokenizer.eos_token_id)
         return generated._replace(logprobs=lists.logprobs)
 
     def _request(
-        self,
-        found: RolloutBatch,
-        prompts: list[Any],
-        contexts: list[list[int]],
-        fields: Mapping[str, Any],
-        group: int,
+        self, rollouts: RolloutBatch, prompts: list, contexts: list[list[int]], fields: Mapping[str, Any], group: int
     ) -> RolloutRequest:
         """Return the request for rows that are completed now, beside the training or by the policy itself."""
-        training, version = self.log.is_training(), None
-        if self.inference_engine is not None and training and found.attempts:
+        training, version, step = self.log.is_training(), None, int(self.hooks.state.global_step)
+        if self.inference_engine is not None and training and rollouts.attempts:
             version = self._published(self.inference_engine)
-        return RolloutRequest(
-            found.rows,
-            prompts,
-            contexts,
-            found.attempts,
-            self.policy.limit,
-            version,
-            int(self.hooks.state.global_step),
-            fields,
-            group,
-            trains=training,
-            records=training or self.hooks.args.use_vllm,
-        )
+        rows = rollouts.rows, prompts, contexts, rollouts.attempts
+        records = training or self.hooks.args.use_vllm
+        return RolloutRequest(*rows, self.policy.limit, version, step, fields, group, training, records)
 
     def turn(
         self, contexts: list[list[int]], fields: Mapping[str, Any], group: int, *, has_tool_images: bool
@@ -180,11 +159,11 @@ class Collector:
         """
         if has_tool_images:
             raise ConfigError([images_of_tools()])
-        found = self._current or RolloutBatch([])
-        if (made := found.generated) is not None:  # ahead of training
-            return [list(ids) for ids in made.completion_ids], made.logprobs
-        request = self._request(found, [], contexts, fields, group)
-        completion_ids, logprobs, found.kept = self.worker.sampled(request)
+        rollouts = self._current or RolloutBatch([])
+        if (generated := rollouts.generated) is not None:  # ahead of training
+            return [list(ids) for ids in generated.completion_ids], generated.logprobs
+        request = self._request(rollouts, [], contexts, fields, group)
+        completion_ids, logprobs, rollouts.kept = self.worker.sampled(request)
         return completion_ids, logprobs
 
     # The source of the worker that runs in this thread.
@@ -242,23 +221,23 @@ class Collector:
             RewardError: a reward failed, on any process.
             NonFiniteError: a reward returned NaN or inf, and the run is to stop.
         """
-        state, found = self.hooks.state, self._current or RolloutBatch(rows)
-        made, found.scored_ids = found.generated, completion_ids
+        state, rollouts = self.hooks.state, self._current or RolloutBatch(rows)
+        generated, rollouts.scored_ids = rollouts.generated, completion_ids
         self.rewards.schedule_weights(state)
-        unchanged = made is not None and made.has(completions, completion_ids)
+        unchanged = generated is not None and generated.has(completions, completion_ids)
         columns = columns_of(rows, prompts, completions, completion_ids, state, self.hooks.environments)
         with self.times.during("rewards"):
-            scored = self.worker.score(columns, found.scored if unchanged else {})
+            scored = self.worker.score(columns, rollouts.scored if unchanged else {})
             rewards = self.hooks.accelerator.gather(self.rewards.values(scored, prompts, completions))
         errors = [one.scores.error for one in scored.values() if one.scores.error]
         rewards = self.rewards.checked(rewards, errors, prompts, completions)
-        found.logged = self._logged(scored)
+        rollouts.logged = self._logged(scored)
         if self.episode_runner is not None:
             played = [row[COLUMN] for row in rows]
             unscored = self.episode_runner.unscored(played, rewards.shape[1]).to(rewards.device)
             rewards = rewards.masked_fill(self.hooks.accelerator.gather(unscored), torch.nan)
-            found.logged |= self.episode_runner.columns(played)
-        found.rewards, found.turn_rewards = rewards, self.rewards.turn_rewards(scored, len(rows))
+            rollouts.logged |= self.episode_runner.columns(played)
+        rollouts.rewards, rollouts.turn_rewards = rewards, self.rewards.turn_rewards(scored, len(rows))
         return rewards
 
     def _logged(self, scored: Mapping[str, Scored]) -> dict[str, list[Any]]:

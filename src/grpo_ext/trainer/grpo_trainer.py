@@ -147,7 +147,11 @@ class GRPOExtTrainer(LossHooks):
         self._set_up_rollouts(ready, reward_memory_gib)
         self._set_up_forward()
         self._set_up_reference()
-        self._add_callbacks()
+        progress = install_progress(self.callback_handler.callbacks, disable_tqdm=args.disable_tqdm)
+        if progress is not None and self.accelerator.is_main_process:
+            self._times.sampled = progress.sampled
+        for callback in (self._times, MetricsFile(), Watching(self._metrics["train"])):
+            self.add_callback(callback)
         self._describe_objective()
 
     def _check_inputs(self, ready: Prepared, *, played: bool, looked_at: bool) -> None:
@@ -187,14 +191,6 @@ class GRPOExtTrainer(LossHooks):
         score = partial(made_up_logps, self._scorer.trl, made, partial(forward_only, self.model, args))
         self._reference_check = ReferenceCheck(score, self._initial, half=half, follows=bool(args.sync_ref_model))
 
-    def _add_callbacks(self) -> None:
-        """Register the progress line, step timer, metrics file and diagnostics."""
-        progress = install_progress(self.callback_handler.callbacks, disable_tqdm=self.args.disable_tqdm)
-        if progress is not None and self.accelerator.is_main_process:
-            self._times.sampled = progress.sampled
-        for callback in (self._times, MetricsFile(), Watching(self._metrics["train"])):
-            self.add_callback(callback)
-
     def _describe_objective(self) -> None:
         """Print the loss with its paper."""
         objective = self.objective
@@ -218,7 +214,8 @@ class GRPOExtTrainer(LossHooks):
         batch = self._padded(rollouts)
         policy = self._logps(self.model, batch) if self._sampler_corrected else None
         if self.beta:
-            batch["ref_per_token_logps"] = self._reference_logps(batch)
+            with nullcontext() if self._initial is None else self._initial.replacing(self._unwrapped):
+                batch["ref_per_token_logps"] = self._logps(self.ref_model or self.model, batch)
         if self._evaluated is not None and rollouts.rewards is not None:
             rank, mask = self.accelerator.process_index, batch["completion_mask"]
             batch["completion_mask"] = self._evaluated.mask_fillers(mask, rollouts.rewards, rank)
@@ -302,11 +299,6 @@ class GRPOExtTrainer(LossHooks):
         if "sampling_per_token_logps" not in batch:  # in evaluations by vLLM
             return {"importance_sampling_ratio": torch.ones_like(policy)}
         return correct_sampler(self.args.sampler_rules, policy, batch, self._metrics[mode], self.accelerator)
-
-    def _reference_logps(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the reference's log-probabilities of a generation."""
-        with nullcontext() if self._initial is None else self._initial.replacing(self._unwrapped):
-            return self._logps(self.ref_model or self.model, batch)
 
     def _logps(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         score, training = self._get_per_token_logps_and_entropies, self.model.training

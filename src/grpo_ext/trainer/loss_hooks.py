@@ -61,15 +61,13 @@ class LossHooks(RolloutHooks):
 
     def _live_rows(self, inputs: MicroBatch, mode: str) -> Tensor | None:
         """Rows that have a gradient, or None where all are computed."""
-        if mode != "train" or not self._skips or self._shows_drift(inputs):
+        if mode != "train" or not self._skips:
+            return None
+        drift = self._drift is not None and "sampling_per_token_logps" in inputs and not self._sampler_corrected
+        if drift and inputs is self._buffered_inputs[0]:  # its check reads all rows: no pass came before it
             return None
         live = ~silent(inputs["advantages"])
         return None if live.all() else live
-
-    def _shows_drift(self, inputs: MicroBatch) -> bool:
-        """Whether the drift check reads all rows of this micro-batch, because no pass came before it."""
-        unread = self._drift is not None and "sampling_per_token_logps" in inputs and not self._sampler_corrected
-        return unread and inputs is self._buffered_inputs[0]
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
         mode, outputs = self._log.mode, list[LossOutput]()
@@ -77,13 +75,14 @@ class LossHooks(RolloutHooks):
         parts = self._scorer.parts(model, inputs, self._live_rows(inputs, mode))
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
         count = sum(not part.is_spare for part in parts)
+        scaling = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
         for part in parts:
             last = part is parts[-1]
             at = Moment(mode == "train", accumulation, self._sampler_corrected, self._entropy_weight, count)
             with nullcontext() if last else more_to_come(self.accelerator, model):
                 output = self._loss(self._scores(model, part.inputs, part.live), part, totals, at)
-                if not last:
-                    self._add_gradient(output.loss)
+                if not last:  # as transformers' `training_step` does of the last one
+                    self.accelerator.backward(output.loss, **scaling)
                 self._log_loss(output)
             outputs.append(output if last else output.detached())
         output = joined(outputs, parts)
@@ -97,11 +96,6 @@ class LossHooks(RolloutHooks):
             self._figures.log(self._metrics[mode], self.accelerator)
             add_ess(self._metrics[mode])
         return output.loss
-
-    def _add_gradient(self, loss: Tensor) -> None:
-        """Add the gradient of a part of a micro-batch, as transformers' `training_step` does of the last one."""
-        own = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
-        self.accelerator.backward(loss, **own)
 
     def _log_loss(self, output: LossOutput) -> None:
         """Log the figures of some rows, and let their entropy steer the bonus."""

@@ -67,7 +67,9 @@ class Figures:
             kept = extremes if self.extremes is None else self.extremes
             self.extremes = torch.stack([torch.minimum(kept[0], extremes[0]), torch.maximum(kept[1], extremes[1])])
         if log_weights:
-            log_sums = _log_sums(log_weights.values())
+            powers = [(torch.stack([0 * w, w, 2 * w]), counted) for w, counted in log_weights.values()]
+            # log N, log sum w and log sum w^2 of the weights that count, [figures, 3]
+            log_sums = torch.stack([torch.where(counted, x, -torch.inf).logsumexp(dim=1) for x, counted in powers])
             self.log_sums = log_sums if self.log_sums is None else torch.logaddexp(self.log_sums, log_sums)
 
     def log(self, metrics: MutableMapping[str, list[float]], accelerator: Accelerator) -> None:
@@ -144,12 +146,6 @@ def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, 
             counts, number = counted(mask, values.shape[1] == 1)
             found += [torch.where(counts, values, 0.0).sum(), number]
     return torch.stack([x.to(widest(x.device)) for x in found]).view(-1, 2)
-
-
-def _log_sums(weights: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "figures 3"]:
-    """Return log N, log sum w and log sum w^2 of the log-weights that count, per figure."""
-    powers = [(torch.stack([0 * w, w, 2 * w]), counted) for w, counted in weights]
-    return torch.stack([torch.where(counted, logs, -torch.inf).logsumexp(dim=1) for logs, counted in powers])
 
 
 def _sequence_means(values: Tensor, mask: Tensor) -> Tensor:

@@ -186,9 +186,6 @@ def sampling(model: nn.Module, steps: TrainerState) -> Iterator[None]:
         ) from error
 
 
-# The batch of a step, as the loss saw it: one file for each process.
-
-
 def on_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of a micro-batch's tensors on the CPU, its kept sets and its images."""
     found: dict[str, Any] = {n: v.detach().cpu().clone() for n, v in batch.items() if isinstance(v, Tensor)}

@@ -100,18 +100,14 @@ class NonFiniteGuard:
             self.window.popleft()
         bad = micro_batch.bad()
         self._bad = bad if self._bad is None else self._bad | bad
-        if self._engine_skips and self.trainer.accelerator.sync_gradients:
+        engine_skips = self._deepspeed or self.trainer.accelerator.scaler is not None  # bad steps, by itself
+        if engine_skips and self.trainer.accelerator.sync_gradients:
             loss = loss * torch.where(self._bad, torch.nan, 1.0)  # which shows in the gradients
         return loss
 
     @property
     def _deepspeed(self) -> bool:
         return self.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-
-    @property
-    def _engine_skips(self) -> bool:
-        """Return whether the engine itself skips bad steps: DeepSpeed, the scaler of fp16."""
-        return self._deepspeed or self.trainer.accelerator.scaler is not None
 
     # The optimizer step.
 

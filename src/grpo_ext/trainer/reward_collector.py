@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ from grpo_ext.waiting import SIGNALLED
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class RewardCollector:
     """The rewards of a trainer.
 
     No reward may raise on one process only: the others would wait for it until their collective times out.
 
-    Args:
+    Attributes:
         rewards: functions, components and models, in TRL's order.
         names: their names in the log.
         weights: their weights, which a schedule changes in place.
@@ -37,19 +39,16 @@ class RewardCollector:
         accelerator: exchanges failures between processes.
     """
 
-    def __init__(
-        self,
-        rewards: Sequence[Any],
-        names: list[str],
-        weights: Tensor,
-        by_model: Callable[[int, list[Any], list[Any]], Tensor],
-        guard: NonFiniteGuard,
-        accelerator: Accelerator,
-    ) -> None:
-        self.rewards, self.names, self.weights, self.by_model = list(rewards), names, weights, by_model
-        self.guard, self.accelerator = guard, accelerator
-        self.scorers = [scorer_of(reward) for reward in rewards]
-        self.runtime: Runtime | None = next((f.runtime for f in rewards if isinstance(f, Component)), None)
+    rewards: Sequence[Any]
+    names: list[str]
+    weights: Tensor
+    by_model: Callable[[int, list[Any], list[Any]], Tensor]
+    guard: NonFiniteGuard
+    accelerator: Accelerator
+
+    def __post_init__(self) -> None:
+        self.scorers = [scorer_of(reward) for reward in self.rewards]
+        self.runtime: Runtime | None = next((f.runtime for f in self.rewards if isinstance(f, Component)), None)
 
     def schedule_weights(self, state: TrainerState) -> None:
         """Set the weights of the current step in place."""
@@ -61,14 +60,14 @@ class RewardCollector:
         self, scored: Mapping[str, Scored], prompts: list[Any], completions: list[Any]
     ) -> Float[Tensor, "rows functions"]:
         """Return this process's rewards, NaN where a completion was not scored."""
-        found = torch.zeros(len(completions), len(self.scorers), device=self.accelerator.device)
+        rewards = torch.zeros(len(completions), len(self.scorers), device=self.accelerator.device)
         for i, scorer in enumerate(self.scorers):
             if isinstance(scorer, torch.nn.Module):
-                found[:, i] = self.by_model(i, prompts, completions)
+                rewards[:, i] = self.by_model(i, prompts, completions)
             else:
                 values = [math.nan if value is None else value for value in scored[scorer.__name__].scores.values]
-                found[:, i] = torch.tensor(values, dtype=torch.float32, device=found.device)
-        return found
+                rewards[:, i] = torch.tensor(values, dtype=torch.float32, device=rewards.device)
+        return rewards
 
     def turn_rewards(self, scored: Mapping[str, Scored], rows: int) -> list[TurnRewards]:
         """Return the per-turn rewards of each row."""
@@ -86,37 +85,22 @@ class RewardCollector:
             SamplerLost: a signal ends the run, and a reward did not end.
             NonFiniteError: a reward returned NaN or inf, and the run is to stop.
         """
-        self._warn_of_unscored(rewards, prompts, completions)
-        found, problem = self._nonfinite(rewards, prompts, completions)
-        mine = (list(errors), found, problem)
-        every = gather_object([mine]) if self.accelerator.num_processes > 1 else [mine]
-        if messages := [message for errors, _, _ in every for message in errors]:
-            raise SamplerLost(f"rewards: {SIGNALLED}") if SIGNALLED in messages else RewardError("\n".join(messages))
-        if findings := [BadTensor(**finding) for _, found, _ in every for finding in found]:
-            self.guard.rewards(findings, next((problem for _, _, problem in every if problem), ""))
-        return rewards.masked_fill(rewards.isinf(), torch.nan)
-
-    def _mine(self, rewards: Tensor, rows: int) -> Tensor:
-        """Return this process's rows of all processes' rewards."""
-        return rewards[self.accelerator.process_index * rows :][:rows].cpu()
-
-    def _warn_of_unscored(self, rewards: Tensor, prompts: Sequence[Any], completions: Sequence[Any]) -> None:
-        """Show this process's first completion that no reward has scored, in TRL's words."""
-        unscored = self._mine(rewards, len(completions)).isnan().all(dim=1)
-        if unscored.any():
+        count, rows = len(completions), dict[str, list[int]]()
+        own = rewards[self.accelerator.process_index * count :][:count].cpu()
+        if (unscored := own.isnan().all(dim=1)).any():
             i = int(unscored.int().argmax())
             shown = without_secrets([f"prompt {prompts[i]!r:.300}, completion {completions[i]!r:.300}"])[0]
             logger.warning(f"All reward functions returned None for the following kwargs: {shown}.")
-
-    def _nonfinite(
-        self, rewards: Tensor, prompts: Sequence[Any], completions: Sequence[Any]
-    ) -> tuple[list[dict[str, Any]], str]:
-        """Find NaN and inf in this process's rewards; return the findings and why the batch could not be saved."""
-        mine, rows = self._mine(rewards, len(completions)), {}
         for i, (name, reward) in enumerate(zip(self.names, self.rewards, strict=True)):
             is_model = isinstance(reward, torch.nn.Module)  # NaN of a function is None
-            bad = ~mine[:, i].isfinite() if is_model else mine[:, i].isinf()
-            rows[name] = bad.nonzero().flatten().tolist()
-        if not any(rows.values()):
-            return [], ""
-        return self.guard.of_rewards(mine, rows, self.names, list(prompts), list(completions))
+            rows[name] = (~own[:, i].isfinite() if is_model else own[:, i].isinf()).nonzero().flatten().tolist()
+        findings, problem = list[dict[str, Any]](), ""
+        if any(rows.values()):
+            findings, problem = self.guard.of_rewards(own, rows, self.names, list(prompts), list(completions))
+        mine = (list(errors), findings, problem)
+        every = gather_object([mine]) if self.accelerator.num_processes > 1 else [mine]
+        if messages := [message for errors, _, _ in every for message in errors]:
+            raise SamplerLost(f"rewards: {SIGNALLED}") if SIGNALLED in messages else RewardError("\n".join(messages))
+        if bad := [BadTensor(**finding) for _, theirs, _ in every for finding in theirs]:
+            self.guard.rewards(bad, next((problem for _, _, problem in every if problem), ""))
+        return rewards.masked_fill(rewards.isinf(), torch.nan)

@@ -94,16 +94,10 @@ class RolloutHooks(Lifecycle):
             waiting=partial(self._times.during, "environments"),
             timed=partial(profiling_context, self),
         )
-        dynamic = None
+        dynamic, stateful = None, bool(self.tools) or self.environment_factories is not None
         if args.dynamic_sampling is not None:
-            dynamic = DynamicSampler(
-                args,
-                self.train_dataset,
-                self.reward_func_names,
-                self.num_generations,
-                stateful=bool(self.tools) or self.environment_factories is not None,
-                accelerator=self.accelerator,
-            )
+            rows = self.train_dataset, self.reward_func_names, self.num_generations
+            dynamic = DynamicSampler(args, *rows, stateful=stateful, accelerator=self.accelerator)
         policy = self.vllm_generation if args.use_vllm else transformers_sampler(self, args)
         silent = partial(self._advantages.silent_groups, weights=self.reward_weights, group=self.num_generations)
         shared = self, self._log, self._times

@@ -37,7 +37,6 @@ from grpo_ext.rollout.turn_engines import WaveEngine
 from grpo_ext.trainer.episodes import EpisodeRunner
 
 Row = dict[str, Any]
-Logprobs = list[list[float | None]]
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a row that TRL does not pass to rewards under their own name."""
 
@@ -74,17 +73,13 @@ class RolloutRequest:
 
 
 class Hooks(Protocol):
-    """A trainer as what makes its rollouts sees it: TRL's hooks, which a subclass may override, and where it is.
-
-    Attributes:
-        environments: TRL's environments of the rows that are completed now.
-    """
+    """A trainer as what makes its rollouts sees it: TRL's hooks, which a subclass may override, and where it is."""
 
     args: GRPOExtConfig
     accelerator: Accelerator
     state: TrainerState
     train_dataset: Any
-    environments: Any
+    environments: Any  # TRL's, of the rows that are completed now
 
     @property
     def generation_number(self) -> int:
@@ -199,8 +194,9 @@ class RolloutWorker:
         They are used where all processes know them.
         """
         began = time.monotonic()
-        made = self._sampled(request) if self.episode_runner is None else self._played(request, self.episode_runner)
-        return replace(made, seconds=time.monotonic() - began)
+        runner = self.episode_runner
+        rollouts = self._sampled(request) if runner is None else self._played(request, runner)
+        return replace(rollouts, seconds=time.monotonic() - began)
 
     def score(self, columns: Mapping[str, Any], ready: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return a `Scored` for each function that has none `ready`, and what is; models score on the main thread."""
@@ -228,26 +224,25 @@ class RolloutWorker:
     def _played(self, request: RolloutRequest, episode_runner: EpisodeRunner) -> RolloutBatch:
         renderer = Renderer(self.tokenizer, self.options)
         with self.source.turns(request) as engine:
-            asked = request.rows, request.attempts, engine, self.limits, renderer
-            played = episode_runner.play(*asked, self.waiting)
+            rows = request.rows, request.attempts
+            played = episode_runner.play(*rows, engine, self.limits, renderer, self.waiting)
         trajectories = [trajectory for trajectory, _ in played]
-        made = batch(trajectories, self.ends, logprobs=False)
-        fill_empty(made.completion_ids, None, self.tokenizer.eos_token_id)
-        texts = self._texts(request.prompts, made.prompt_ids, made.completion_ids)
-        lists = made.prompt_ids, made.completion_ids, made.tool_mask
+        columns = batch(trajectories, self.ends, logprobs=False)
+        fill_empty(columns.completion_ids, None, self.tokenizer.eos_token_id)
+        texts = self._texts(request.prompts, columns.prompt_ids, columns.completion_ids)
+        lists = columns.prompt_ids, columns.completion_ids, columns.tool_mask
         seen, extra = completions_seen(trajectories, texts), {COLUMN: trajectories}
         generated = Generated(*lists, seen, None, extra, None, [])
         return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, played=played)
 
     def _texts(self, prompts: Sequence[Any], prompt_ids: list[list[int]], ids: list[list[int]]) -> list[Any]:
         """Decode completions as TRL does."""
-        if not is_conversational({"prompt": prompts[0]}):
-            return list(self.processing_class.batch_decode(ids, skip_special_tokens=True))
-        if splits_reasoning(self.tokenizer):
+        conversational = is_conversational({"prompt": prompts[0]})
+        if conversational and splits_reasoning(self.tokenizer):
             pairs = zip(ids, prompt_ids, strict=True)
             return [[parse_response(self.tokenizer, one, prefix=prompt, tools=[])] for one, prompt in pairs]
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
-        return [[{"role": "assistant", "content": text}] for text in texts]
+        return [[{"role": "assistant", "content": text}] for text in texts] if conversational else list(texts)
 
 
 def columns_of(
@@ -259,10 +254,10 @@ def columns_of(
     environments: Sequence[Any] | None = None,
 ) -> dict[str, Any]:
     """Return what TRL passes to a reward function, without callbacks."""
-    given = {name: [row[name] for row in rows] for name in rows[0] if name not in _NOT_COLUMNS}
+    of_rows = {name: [row[name] for row in rows] for name in rows[0] if name not in _NOT_COLUMNS}
     batch_of = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
     of_trl = {} if environments is None else {"environments": environments}
-    return {**given, **batch_of, "trainer_state": state, **of_trl}
+    return {**of_rows, **batch_of, "trainer_state": state, **of_trl}
 
 
 class Submitted(NamedTuple):
@@ -304,18 +299,18 @@ class BackgroundWorker:
         self._completing = Background(worker.complete)
         self._scoring: Background[tuple[Asked, Future[RolloutBatch]], RolloutBatch] = Background(self._scored)
 
-    def _scored(self, given: tuple[Asked, Future[RolloutBatch]]) -> RolloutBatch:
-        (request, state), completed = given
-        made = completed.result()
-        began, generated = time.monotonic(), made.generated
+    def _scored(self, queued: tuple[Asked, Future[RolloutBatch]]) -> RolloutBatch:
+        (request, state), completed = queued
+        rollouts = completed.result()
+        began, generated = time.monotonic(), rollouts.generated
         assert generated is not None
         rows = [dict(row) for row in request.rows]
-        for row, (trajectory, _) in zip(rows, made.played, strict=False):
+        for row, (trajectory, _) in zip(rows, rollouts.played, strict=False):
             row[COLUMN] = trajectory
         prompts = [row["prompt"] for row in rows]
         columns = columns_of(rows, prompts, generated.completions, generated.completion_ids, state)
         scored = self.worker.score(columns)
-        return replace(made, scored=scored, seconds=made.seconds + time.monotonic() - began)
+        return replace(rollouts, scored=scored, seconds=rollouts.seconds + time.monotonic() - began)
 
     def submit(self, asked: Asked, made: RolloutBatch | None = None) -> Submitted:
         """Queue a request, or only the scoring of completions that were `made` before."""

@@ -25,13 +25,13 @@ def named(rows: Sequence[Mapping[str, Any]], factories: Any, *, several: bool) -
 
 def instances(names: Sequence[str | None], factories: Any, pool: Mapping[Any, list[Any]]) -> list[Any]:
     """Return an instance for each name from TRL's pool, which grows where it has too few."""
-    taken, found = Counter[str | None](), []
+    taken, environments = Counter[str | None](), []
     for name in names:
         if taken[name] == len(pool[name]):
             pool[name].append(factories[name]())
-        found.append(pool[name][taken[name]])
+        environments.append(pool[name][taken[name]])
         taken[name] += 1
-    return found
+    return environments
 
 
 def tools_by_row(standalone: Sequence[Any], environments: Sequence[Any]) -> tuple[list[dict], list[dict]]:
