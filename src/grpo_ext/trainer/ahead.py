@@ -160,17 +160,17 @@ class RolloutsAhead:
         running = self._running
         if running is None:
             return self.kept
-        found, needed = list[tuple[int, RolloutBatch | None]](), set[int]()
+        windows, needed = list[tuple[int, RolloutBatch | None]](), set[int]()
         if waits or samples_by_server(self.hooks.args):
             running.background.wait()
         for window, (_, submitted) in sorted(running.asked.items()):
-            version, made = running.schedule.version(window), submitted.made()
-            kept = None if made is None else in_flight.to_be_kept(made)
-            found.append((version, kept))
+            version, rollouts = running.schedule.version(window), submitted.made()
+            kept = None if rollouts is None else in_flight.to_be_kept(rollouts)
+            windows.append((version, kept))
             needed |= {version} if replaces or kept is None else set()
         copies = {version: self.sampler.copy_of(version) for version in sorted(needed)}
         weights = {version: copy for version, copy in copies.items() if copy is not None}
-        return InFlight(found, weights, min(running.asked, default=0))
+        return InFlight(windows, weights, min(running.asked, default=0))
 
     def _started(self, first: int, count: int) -> Running:
         """Return the state of a run that begins or resumes with the window `first`, of `count` rows a process."""
@@ -195,8 +195,8 @@ class RolloutsAhead:
         for window, (version, finished) in zip(versions, known, strict=True):
             if finished is None or not finished.scored:
                 # v_s was published, and this window asked for, when window s had been taken
-                asked = version * uses // accumulation
-                self._submit(running, window, version, count, finished, min(asked, hooks.state.global_step))
+                published = version * uses // accumulation
+                self._submit(running, window, version, count, finished, min(published, hooks.state.global_step))
             else:
                 next(running.drawn)
                 running.asked[window] = None, done(finished)
@@ -235,13 +235,13 @@ class RolloutsAhead:
         attempts, limit = hooks.attempts_of(window, count), int(self.hooks.args.max_completion_length or 0)
         known = [row for row in state.log_history if row.get("step", 0) <= step]
         request = RolloutRequest(rows, prompts, ids, attempts, limit, version, step)
-        asked = Asked(request, replace(state, global_step=step, log_history=known))
-        running.asked[window] = asked, running.background.submit(asked, finished)
+        queued = Asked(request, replace(state, global_step=step, log_history=known))
+        running.asked[window] = queued, running.background.submit(queued, finished)
 
     def _take(self, running: Running, window: int, rows: Rows) -> RolloutBatch:
         """Wait for the completions of the window that begins to train."""
-        asked, submitted = running.asked[window]
-        if asked is not None and [row["prompt"] for row in asked.request.rows] != [row["prompt"] for row in rows]:
+        queued, submitted = running.asked[window]
+        if queued is not None and [row["prompt"] for row in queued.request.rows] != [row["prompt"] for row in rows]:
             reason = "the dataloader's rows are not those of the training set in the sampler's order"
             cure = "Remove it, or what changes rows or their order on the way."
             raise ConfigError([Problem("rollout_ahead", self.hooks.args.rollout_ahead, reason, cure)])

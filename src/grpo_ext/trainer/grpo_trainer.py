@@ -163,17 +163,17 @@ class GRPOExtTrainer(LossHooks):
             ConfigError: the model or the data do not fit the settings.
         """
         args, main = ready.args, self.accelerator.is_main_process
-        found = *quantized_problems(args, self.model, None), *adapter_problems(args, adds_tokens(self.model))
-        found += tuple(model_problems(args, cast(Any, self.model)))
-        if found:
-            raise ConfigError(found)
+        problems = *quantized_problems(args, self.model, None), *adapter_problems(args, adds_tokens(self.model))
+        problems += tuple(model_problems(args, cast(Any, self.model)))
+        if problems:
+            raise ConfigError(problems)
         check_reward_names(self.reward_func_names)
         check_best_metric(args, ready.eval_dataset, self.reward_func_names)
         check_processor(self.processing_class, ready.train_dataset, ready.eval_dataset)
         options = as_mapping(self.chat_template_kwargs)
         if not looked_at:
-            given = self._tokenizer, options, self.reward_funcs, ready.train_dataset, ready.eval_dataset
-            check_prompts(*given, played=played, warns=main)
+            inputs = self._tokenizer, options, self.reward_funcs, ready.train_dataset, ready.eval_dataset
+            check_prompts(*inputs, played=played, warns=main)
         known = None if played else ready.train_dataset
         longest = partial(longest_row, self._tokenizer, options, known, int(args.max_completion_length or 0))
         policies = [causal_lm(self.accelerator.unwrap_model(m)) for m in (self.model, self.ref_model) if m is not None]
@@ -246,8 +246,8 @@ class GRPOExtTrainer(LossHooks):
         assert rollouts.generated is not None
         device, pad = self.accelerator.device, self._tokenizer.pad_token_id
         ends = self.collector.worker.ends if self.mask_truncated_completions else None
-        multiple, made = cast(Any, self.pad_to_multiple_of), rollouts.trajectories
-        batch: dict[str, Any] = padded(rollouts.generated, pad, multiple, device, ends, trajectories=made or ())
+        rows, multiple = rollouts.generated, cast(Any, self.pad_to_multiple_of)
+        batch: dict[str, Any] = padded(rows, pad, multiple, device, ends, trajectories=rollouts.trajectories)
         batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
         return batch | rollouts.lists
 

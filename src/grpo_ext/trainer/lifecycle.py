@@ -68,7 +68,7 @@ class Lifecycle(Resuming):
 
     def _dump(self, window: Sequence[ObservedBatch]) -> dict[str, Any]:
         """Return this process's micro-batches of a step in which NaN or inf was found, and what they belong to."""
-        found = {
+        origin = {
             "grpo_ext": __version__,
             "step": self.state.global_step + 1,
             "rank": self.accelerator.process_index,
@@ -81,10 +81,10 @@ class Lifecycle(Resuming):
             "reward_weights": self.reward_weights.tolist(),
         }
         if not window:
-            return found
+            return origin
         totals = self._generation.totals_of(cast(MicroBatch, window[0].inputs))
-        found["totals"] = None if totals is None else torch.stack(list(totals)).cpu()
-        return found | {"micro_batches": [on_cpu({**seen.inputs, **seen.computed}) for seen in window]}
+        origin["totals"] = None if totals is None else torch.stack(list(totals)).cpu()
+        return origin | {"micro_batches": [on_cpu({**seen.inputs, **seen.computed}) for seen in window]}
 
     # Training.
 

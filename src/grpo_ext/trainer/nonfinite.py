@@ -178,10 +178,10 @@ class NonFiniteGuard:
         self._in_a_row += 1
         again = self.skips and self._in_a_row >= IN_A_ROW
         kept = self.skipped <= KEPT or again or not self.skips
-        found = {"findings": [asdict(f) for f in findings], "parameters": parameters}
-        problem = self.save(found, list(self.window)) if kept else ""
+        report = {"findings": [asdict(f) for f in findings], "parameters": parameters}
+        problem = self.save(report, list(self.window)) if kept else ""
         gathered = gather_object([([asdict(f) for f in findings[:1]], problem)])
-        everyone = sorted((BadTensor(**f) for found, _ in gathered for f in found), key=in_order)
+        everyone = sorted((BadTensor(**f) for first, _ in gathered for f in first), key=in_order)
         problem = next((p for _, p in gathered if p), "")
         text = self._text(everyone, problem if problem or not kept else f"The batch is in {self.folder}.")
         if again:
@@ -194,17 +194,17 @@ class NonFiniteGuard:
         self.skipped_since_log = True
 
     def _findings(self, parameters: Sequence[str], named: Mapping[str, Tensor]) -> list[BadTensor]:
-        found = []
+        tensors = []
         for i, micro_batch in enumerate(self.window, 1):
             if (bad := micro_batch.first_bad()) is not None:
                 name, values = bad
                 per_row = values.isfinite().flatten(1).all(1) if values.dim() > 1 else values.isfinite()
                 rows = () if values.dim() == 0 else tuple((~per_row).nonzero().flatten().tolist())
-                found.append(
+                tensors.append(
                     BadTensor(name, self._rank, value_in(values), "", i, rows, self._words(micro_batch, rows))
                 )
-        if found:
-            return sorted(found, key=in_order)
+        if tensors:
+            return sorted(tensors, key=in_order)
         gradient = named[parameters[0]].grad if parameters else None
         value = "nan or inf" if gradient is None else value_in(local(gradient))
         names = ", ".join(parameters[:3]) + ", ..." * (len(parameters) > 3)
@@ -245,11 +245,11 @@ class NonFiniteGuard:
             f"batch, lower learning_rate or max_grad_norm, train in another precision{skip}."
         )
 
-    def save(self, found: dict[str, Any], window: Sequence[ObservedBatch] = ()) -> str:
+    def save(self, report: dict[str, Any], window: Sequence[ObservedBatch] = ()) -> str:
         """Write this rank's findings and batch; return a sentence if that failed, and "" otherwise."""
         path = self.folder / f"rank_{self._rank}.pt"
         try:
-            write(path, self.dump(window) | found)
+            write(path, self.dump(window) | report)
             write_text(path.parent / "README.txt", HOW_TO_LOOK.format(step=self.step))
         except Exception as error:  # a full disk must not hide what was found
             return f"The batch could not be saved to {path} ({error})."
@@ -264,13 +264,13 @@ class NonFiniteGuard:
 
         `rows` are those in which a reward, by name, returned NaN or inf.
         """
-        found = []
+        findings = []
         for name, bad in rows.items():
             if bad:
                 value, text = value_in(rewards[bad, names.index(name)]), completion_text(completions[bad[0]])[:80]
-                found.append(asdict(BadTensor("rewards", self._rank, value, name, 0, tuple(bad), text)))
+                findings.append(asdict(BadTensor("rewards", self._rank, value, name, 0, tuple(bad), text)))
         batch = {"prompts": prompts, "completions": completions, "rewards": rewards.cpu(), "reward_names": list(names)}
-        return found, self.save({"findings": found, **batch}) if self._stops_for_rewards else ""
+        return findings, self.save({"findings": findings, **batch}) if self._stops_for_rewards else ""
 
     @property
     def _stops_for_rewards(self) -> bool:

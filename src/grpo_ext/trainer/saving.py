@@ -171,8 +171,8 @@ class Saving(GRPOTrainer):
         elif step and not saved:
             self._writer.go_back()
             self._save_checkpoint(self.model, trial=None)
-        kept = f"The run can be resumed from {folder}." if step else "No step had been made."
-        error.args = (f"{error}\n{kept}",)
+        advice = f"The run can be resumed from {folder}." if step else "No step had been made."
+        error.args = (f"{error}\n{advice}",)
 
     def _out_of_memory(self, error: Exception) -> OutOfMemory:
         """Return the error that ends a run which has too little memory.
@@ -180,19 +180,19 @@ class Saving(GRPOTrainer):
         A checkpoint of the last whole step is saved by a run of one process, unless the optimizer was changing
         weights.
         """
-        found = OutOfMemory(f"After step {self.state.global_step} of {self.state.max_steps}", error)
+        failure = OutOfMemory(f"After step {self.state.global_step} of {self.state.max_steps}", error)
         if self.accelerator.num_processes > 1 or self._guard.updating:
-            return found
+            return failure
         clear_frames(error.__traceback__)  # what the step has computed
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
         try:
-            self._save_and_explain(found)
+            self._save_and_explain(failure)
         except Exception as trouble:
-            found.args = (f"{found}\nNo checkpoint could be saved: {trouble}",)
-        return found
+            failure.args = (f"{failure}\nNo checkpoint could be saved: {trouble}",)
+        return failure
 
     # Files.
 
@@ -299,8 +299,8 @@ class Saving(GRPOTrainer):
         state.write_reference(folder, rank, self._followed_reference(), saves=self.args.should_save)
         if (ahead := self.collector.ahead) is not None:
             replaces = self.collector.dynamic is not None and self.args.should_save
-            made = ahead.in_flight(waits=not self._ends_early, replaces=replaces)
-            in_flight.write(folder, rank, made)
+            windows = ahead.in_flight(waits=not self._ends_early, replaces=replaces)
+            in_flight.write(folder, rank, windows)
 
     def _write_objective(self, folder: Path) -> None:
         """Write the resolved loss beside a model."""
