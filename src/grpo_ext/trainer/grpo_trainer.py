@@ -188,7 +188,7 @@ class GRPOExtTrainer(LossHooks):
                 self._initial = InitialWeights(self.model)
         half = bool(args.bf16 or args.fp16 or self.model.dtype.itemsize < 4)
         made = self._tokenizer, causal_lm(self._unwrapped).config, self.accelerator.device
-        score = partial(made_up_logps, self._scorer.trl, made, partial(forward_only, self.model, args))
+        score = partial(made_up_logps, self._scorer, made)
         self._reference_check = ReferenceCheck(score, self._initial, half=half, follows=bool(args.sync_ref_model))
 
     def _describe_objective(self) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.packing.collective import entered_alike, failing_alike, is_out_of_memory
 from grpo_ext.packing.dropout import active_dropout
-from grpo_ext.packing.scorer import in_evaluation
+from grpo_ext.packing.scorer import Scorer, in_evaluation
 from grpo_ext.trainer.checkpoints.processes import local, whole, writable
 
 logger = logging.getLogger(__name__)
@@ -205,20 +205,15 @@ def kind(model: Any) -> str:
     return next((adapter.peft_type.value for adapter in adapters), type(model).__name__)
 
 
-def made_up_logps(
-    score: Callable[..., tuple[Tensor, Any, Any]],
-    made: tuple[Any, PreTrainedConfig, torch.device],
-    forward_only: Callable[[], AbstractContextManager[None]],
-    model: nn.Module,
-) -> Tensor:
+def made_up_logps(scorer: Scorer, made: tuple[Any, PreTrainedConfig, torch.device], model: nn.Module) -> Tensor:
     """Return log-probabilities of rows `made` up for a tokenizer, by TRL's forward without dropout; collective.
 
     The way in which rows are scored may be chosen between two calls, and TRL's own is the same in both.
     """
     (tokenizer, config, device), dropout = made, active_dropout(model)
     ids = made_up(tokenizer, config.get_text_config().vocab_size, device)
-    with forward_only(), in_evaluation(model) if dropout else nullcontext(), failing_alike():
-        return scored(score, model, ids)
+    with scorer.forward_only(), in_evaluation(model) if dropout else nullcontext(), failing_alike():
+        return scored(scorer.trl, model, ids)
 
 
 def made_up(tokenizer: Any, vocabulary: int, device: torch.device) -> Tensor:
