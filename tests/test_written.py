@@ -10,7 +10,7 @@ import torch
 from grpo_ext import safe_reading
 from grpo_ext.data.completions import write_completions
 from grpo_ext.safe_reading import appending, write_text
-from grpo_ext.trainer.dump import write
+from grpo_ext.trainer.nan_report import write
 
 SOURCE = Path(safe_reading.__file__).parent
 OWN = {

@@ -21,7 +21,7 @@ from grpo_ext.packing.micro_batches import MicroBatch, of_live_rows, regroup, ro
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rollout.images import described
 from grpo_ext.train import train
-from grpo_ext.trainer.dump import on_cpu
+from grpo_ext.trainer.nan_report import on_cpu
 from support import seeing, tiny
 
 ROUNDING = 1e-10

@@ -1,7 +1,5 @@
 """TRL's environments get the rows of a generation: instances, tools and the prompts with their first observations."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from grpo_ext.errors import DataError
@@ -32,16 +30,9 @@ def add():
     """Add."""
 
 
-def trainer(several=False):
-    names = ("room", "hall") if several else (None,)
-    return SimpleNamespace(
-        environment_factories=dict.fromkeys(names, Room),
-        _environment_pool={name: [] for name in names},
-        _multi_environment=several,
-        _standalone_tools=[add],
-        environments=None,
-        tools=[add],
-    )
+def observed(rows, prompts):
+    environments = tool_environments.instances([None] * len(rows), {None: Room}, {None: []})
+    return tool_environments.observed(rows, prompts, environments, several=False)
 
 
 def said(text):
@@ -62,32 +53,36 @@ TEXT, PART = "b", [{"type": "text", "text": "b"}]
 )
 def test_an_observation_stands_behind_the_last_message(content, seen, read):
     prompt = said(content)
-    [made] = tool_environments.begin(trainer(), [{"prompt": prompt, "seen": seen}], [prompt])
+    [made] = observed([{"prompt": prompt, "seen": seen}], [prompt])
     assert made == said(read)
     assert prompt == said(content)
 
 
 def test_a_row_without_a_prompt_begins_with_its_observation():
-    made = tool_environments.begin(trainer(), [{"seen": "b"}, {}], [None, None])
+    made = observed([{"seen": "b"}, {}], [None, None])
     assert [prompt[-1]["content"] for prompt in made] == ["b", ""]
 
 
 def test_each_row_has_an_instance_of_its_own_and_its_tools_and_instances_are_used_again():
-    one, rows = (
-        trainer(several=True),
-        [{"environment": name, "n": n} for n, name in enumerate(("room", "hall", "room"))],
-    )
-    tool_environments.begin(one, rows, [said("a")] * 3)
-    first = one.environments
+    factories, pool = {"room": Room, "hall": Room}, {"room": [], "hall": []}
+    rows = [{"environment": name, "n": n} for n, name in enumerate(("room", "hall", "room"))]
+
+    def begun(rows):
+        names = tool_environments.named(rows, factories, several=True)
+        environments = tool_environments.instances(names, factories, pool)
+        tool_environments.observed(rows, [said("a")] * 3, environments, several=True)
+        return environments
+
+    first = begun(rows)
     assert len({id(environment) for environment in first}) == 3
     assert [environment.row for environment in first] == [{"n": 0}, {"n": 1}, {"n": 2}]
-    assert [list(tools) for tools in one._sync_tool_dicts] == [["add", "look"]] * 3
-    assert [list(tools) for tools in one._async_tool_dicts] == [["walk"]] * 3
-    assert one._sync_tool_dicts[2]["look"].__self__ is first[2]
-    tool_environments.begin(one, rows[::-1], [said("a")] * 3)
-    assert {id(environment) for environment in one.environments} == {id(environment) for environment in first}
+    sync, waits = tool_environments.tools_by_row([add], first)
+    assert [list(tools) for tools in sync] == [["add", "look"]] * 3
+    assert [list(tools) for tools in waits] == [["walk"]] * 3
+    assert sync[2]["look"].__self__ is first[2]
+    assert {id(environment) for environment in begun(rows[::-1])} == {id(environment) for environment in first}
 
 
 def test_an_unknown_environment_is_named():
     with pytest.raises(DataError, match=r"cellar.*not among the environments.*room, hall"):
-        tool_environments.begin(trainer(several=True), [{"environment": "cellar"}], [said("a")])
+        tool_environments.named([{"environment": "cellar"}], {"room": Room, "hall": Room}, several=True)

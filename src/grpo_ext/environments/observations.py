@@ -84,7 +84,10 @@ def _messages(observation: object) -> list[Message]:
     found = [{"role": "user", "content": found}] if isinstance(found, str) else found
     if isinstance(found, list):
         found = [{**m, "content": _as_text(m.get("content"))} if isinstance(m, dict) else m for m in found]
-    if not isinstance(found, list) or not all(map(_is_message, found)):
+    if not isinstance(found, list) or not all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in found
+    ):
         cure = "Return text, or [{'role': ..., 'content': ...}]."
         raise InvalidResult(f"{safe_repr(found)} is neither text nor messages. {cure}")
     if (length := sum(len(message["content"]) for message in found)) > LONGEST:
@@ -96,7 +99,3 @@ def _as_text(content: object) -> object:
     """Return content parts as their text, any other value unchanged."""
     require_text(content, "it returned")
     return parts_text(content) if isinstance(content, list) and is_parts(content) else content
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

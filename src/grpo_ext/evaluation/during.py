@@ -1,7 +1,6 @@
 """Evaluate `eval_sets` while a run trains: before its first step, at each set's interval and after its last step."""
 
 from pathlib import Path
-from typing import Any, cast
 
 from transformers import Trainer, TrainerCallback, TrainerState
 
@@ -11,6 +10,7 @@ from grpo_ext.errors import SamplerLost
 from grpo_ext.evaluation.evaluate import digest, evaluate
 from grpo_ext.evaluation.results import EVALUATION, logged_figures, result, table
 from grpo_ext.tables import show
+from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 
 
 class DuringTraining(TrainerCallback):
@@ -24,7 +24,7 @@ class DuringTraining(TrainerCallback):
         workers: worker processes of the rewards.
     """
 
-    def __init__(self, trainer: Any, sets: list[tuple[EvalSet, list[Row]]], workers: int | None) -> None:
+    def __init__(self, trainer: GRPOExtTrainer, sets: list[tuple[EvalSet, list[Row]]], workers: int | None) -> None:
         self.trainer, self.sets, self.workers = trainer, sets, workers
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
@@ -53,7 +53,7 @@ class DuringTraining(TrainerCallback):
         trainer, step = self.trainer, self.trainer.state.global_step
         folder = Path(str(trainer.args.output_dir)) / EVALUATION / chosen.name
         model = trainer.model.config._name_or_path
-        identity = {"model": model, "step": step, "set": chosen, "run": digest(trainer._record)}
+        identity = {"model": model, "step": step, "set": chosen, "run": digest(trainer.record)}
         kept = folder / f"step_{step}_samples.jsonl"
         samples = evaluate(trainer, chosen, rows, kept=kept, identity=identity, workers=self.workers)
         found = result(chosen, samples, model=model, step=step)
@@ -61,7 +61,7 @@ class DuringTraining(TrainerCallback):
             found.write(folder / f"step_{step}.json")
             show(table([found]))
         due = trainer.control.should_log  # the step's own log; any log resets this flag
-        Trainer.log(cast(Trainer, trainer), logged_figures(found))
+        Trainer.log(trainer, logged_figures(found))
         trainer.control.should_log = due
 
 

@@ -27,6 +27,7 @@ from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.seeds import Source, numbered
 from grpo_ext.safe_reading import appending, write_text
 from grpo_ext.trainer.checkpoints.processes import everywhere
+from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.waiting import SIGNALLED, shutdown
 
 TURNS, FAILED = f"{ENVIRONMENT}/turns", f"{ENVIRONMENT}/failed"
@@ -35,7 +36,7 @@ ANSWER_READ = "answer_parsed"
 
 
 def evaluate(
-    trainer: Any,
+    trainer: GRPOExtTrainer,
     chosen: EvalSet,
     rows: Sequence[Mapping[str, Any]],
     *,
@@ -104,7 +105,7 @@ def prompts_at_a_time(args: GRPOExtConfig, samples: int, prompts: int) -> int:
 
 
 def _sample(
-    trainer: Any, chosen: EvalSet, rows: Sequence[Mapping[str, Any]], places: range, chunk: int, size: int
+    trainer: GRPOExtTrainer, chosen: EvalSet, rows: Sequence[Mapping[str, Any]], places: range, chunk: int, size: int
 ) -> tuple[list[Row], dict[str, list[Any]]]:
     """Return samples of the prompts with these `places` in the set, and the columns for rewards.
 
@@ -119,7 +120,7 @@ def _sample(
         collected = trainer.collector.rollouts(given, attempts)
     assert collected.generated is not None
     _, ids, tool_mask, completions, *_ = collected.generated
-    ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+    ends = trainer.collector.worker.ends
     samples = [
         {
             **given[j],
@@ -136,7 +137,9 @@ def _sample(
     return samples, columns | {"completions": completions[: len(real)], "completion_ids": ids[: len(real)]}
 
 
-def _add_rewards(trainer: Any, samples: list[Row], columns: dict[str, list[Any]], runtime: Runtime) -> list[str]:
+def _add_rewards(
+    trainer: GRPOExtTrainer, samples: list[Row], columns: dict[str, list[Any]], runtime: Runtime
+) -> list[str]:
     """Add rewards, and the columns that rewards log, to samples; return the errors of rewards that end the run."""
     found: dict[str, Sequence[Any]] = {}
     extras: dict[str, list[Any]] = {}

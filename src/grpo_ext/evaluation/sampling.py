@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,28 +10,18 @@ from transformers import GenerationConfig
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.eval_sets import EvalSet
-from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Purpose, derived
+from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
+
+
+def evaluating(trainer: GRPOExtTrainer, chosen: EvalSet) -> AbstractContextManager[None]:
+    """Return a context that samples by the settings of a set, and restores the trainer's state after it."""
+    settings = _vllm(trainer, chosen) if trainer.use_vllm else _transformers(trainer, chosen)
+    return trainer.evaluating(chosen.samples, settings)
 
 
 @contextmanager
-def evaluating(trainer: Any, chosen: EvalSet) -> Iterator[None]:
-    """Evaluate and sample by the settings of a set inside the context; restore the trainer's state after it."""
-    training, model = trainer.model.training, trainer.model_wrapped
-    metrics, group = dict(trainer._metrics["eval"]), temporarily(trainer, num_generations_eval=chosen.samples)
-    model.eval()
-    try:
-        settings = _vllm(trainer, chosen) if trainer.use_vllm else _transformers(trainer, chosen)
-        with group, random_streams_kept(), trainer.collector.paused(), settings:
-            yield
-    finally:
-        model.train(training)
-        trainer._metrics["eval"].clear()
-        trainer._metrics["eval"].update(metrics)
-
-
-@contextmanager
-def seeded(trainer: Any, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
+def seeded(trainer: GRPOExtTrainer, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
     """Sample one chunk of prompts identically on any process; `attempts` are its rows."""
     drawn = derived(Purpose.CHUNK, attempts[0].seed, chunk)
     random.seed(drawn)
@@ -43,7 +32,7 @@ def seeded(trainer: Any, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[
         yield
 
 
-def _transformers(trainer: Any, chosen: EvalSet) -> AbstractContextManager[None]:
+def _transformers(trainer: GRPOExtTrainer, chosen: EvalSet) -> AbstractContextManager[None]:
     kwargs = {**trainer.generation_kwargs, "do_sample": chosen.temperature > 0}
     kwargs["max_new_tokens"] = length_of(trainer, chosen)
     for name in ("temperature", "top_p", "top_k", "min_p"):
@@ -52,7 +41,7 @@ def _transformers(trainer: Any, chosen: EvalSet) -> AbstractContextManager[None]
     return temporarily(trainer, generation_config=config, generation_kwargs=kwargs)
 
 
-def _vllm(trainer: Any, chosen: EvalSet) -> AbstractContextManager[None]:
+def _vllm(trainer: GRPOExtTrainer, chosen: EvalSet) -> AbstractContextManager[None]:
     return temporarily(
         trainer.vllm_generation,
         temperature=chosen.temperature,
@@ -63,6 +52,6 @@ def _vllm(trainer: Any, chosen: EvalSet) -> AbstractContextManager[None]:
     )
 
 
-def length_of(trainer: Any, chosen: EvalSet) -> int:
+def length_of(trainer: GRPOExtTrainer, chosen: EvalSet) -> int:
     """Return the most tokens of a completion."""
-    return chosen.max_completion_length or trainer.args.max_completion_length
+    return chosen.max_completion_length or int(trainer.args.max_completion_length or 0)

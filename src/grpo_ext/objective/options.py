@@ -8,10 +8,11 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any
 
 
+@cache
 def asked_for(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the tensors that a function requests: its parameters before the star."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -16,7 +16,8 @@ GROWING = ("dynamic", "longrope")
 
 def growing(config: PreTrainedConfig) -> str | None:
     """Return the type of a model's rotary embeddings if it grows; None too for longrope with two equal factors."""
-    found = (part for part in _parts(config) if part["rope_type"] in GROWING and not _fixed(part))
+    fixed = [p for p in _parts(config) if p["rope_type"] == "longrope" and [*p["short_factor"]] == [*p["long_factor"]]]
+    found = (part for part in _parts(config) if part["rope_type"] in GROWING and part not in fixed)
     return next((str(part["rope_type"]) for part in found), None)
 
 
@@ -73,7 +74,3 @@ def _parts(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
     text: Any = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     yield from (part for part in (parameters, *parameters.values()) if isinstance(part, dict) and "rope_type" in part)
-
-
-def _fixed(part: dict[str, Any]) -> bool:
-    return part["rope_type"] == "longrope" and list(part["short_factor"]) == list(part["long_factor"])

@@ -16,6 +16,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, Trainer
 from transformers.generation import GenerationMode
+from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
@@ -119,6 +120,8 @@ class TransformersSampler:
     def __init__(self, trainer: GRPOTrainer, engine: GroupedEngine) -> None:
         self.trainer, self.engine = trainer, engine
         self.collective = bool(_sharded(trainer) and trainer.accelerator.num_processes > 1)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        self.positions = positions_of(model, cast(GRPOExtConfig, trainer.args)) or math.inf
 
     @property
     def takes_streams(self) -> bool:
@@ -142,8 +145,7 @@ class TransformersSampler:
         """Sample a completion after each context, as `PolicySampler` does."""
         longest, rows = max(limits, default=1), len(contexts)
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        positions = positions_of(model, cast(GRPOExtConfig, self.trainer.args)) or math.inf
-        beyond = [len(ids) + longest > positions for ids in contexts]
+        beyond = [len(ids) + longest > self.positions for ids in contexts]
         if any(beyond) and not all(beyond) and not self.collective and not fields:
             return self._in_two(contexts, limits, streams, beyond)  # the others must not run out of positions
         if self.collective:  # the same number of rows and tokens on every process
@@ -163,9 +165,8 @@ class TransformersSampler:
         except IndexError as error:
             if not any(beyond):
                 raise
-            reason = (
-                f"the model's table ends at position {positions}, and a prompt has {max(map(len, contexts))} tokens"
-            )
+            end, most = self.positions, max(map(len, contexts))
+            reason = f"the model's table ends at position {end}, and a prompt has {most} tokens"
             raise ConfigError([Problem("max_completion_length", longest, reason, "Set it lower.")]) from error
         return [
             Sampled(one.ids[:limit], None if one.logps is None else one.logps[:limit], one.kept)
@@ -206,7 +207,7 @@ class TransformersSampler:
     def _tensors(self, contexts: list[list[int]], fields: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the inputs of `generate`, padded on the left."""
         multiple: Any = self.trainer.pad_to_multiple_of
-        ids, mask = padded(contexts, self.trainer._tokenizer.pad_token_id, multiple)
+        ids, mask = padded(contexts, cast(int, self.trainer.generation_config.pad_token_id), multiple)
         found = {"input_ids": ids, "attention_mask": mask}
         for name, value in fields.items():
             if isinstance(value, list) and value and isinstance(value[0], list):  # of each token
@@ -227,7 +228,7 @@ class TransformersSampler:
                 trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gathers
             ) as model,
             torch.no_grad(),
-            trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+            DistributedBackend(trainer.accelerator).summon_full_params(trainer.model_wrapped, recurse=False),
             only_settings(model, args),
             _computing(trainer, model),
         ):

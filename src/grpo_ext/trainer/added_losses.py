@@ -4,7 +4,6 @@ Each has its own rows, tokens and denominator, so that it does not change the gr
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -26,8 +25,8 @@ from grpo_ext.packing.micro_batches import TOKENS, MicroBatch, live_mask, rows_o
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.packing.teacher_head import TeacherHead, divergence_from, teacher_head
 from grpo_ext.trainer.loss import LossOutput
+from grpo_ext.trainer.scoring import SHARDED
 from grpo_ext.trainer.teacher import Teacher
-from grpo_ext.trainer.token_budget import SHARDED
 
 Logps = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """Log-probabilities of a generation by a model, without a gradient."""
@@ -41,7 +40,6 @@ class AddedLosses:
         teachers: by name of the teacher.
         scorer: computes forwards.
         score: the trainer's `_get_per_token_logps_and_entropies`, which a subclass may override.
-        forward_only: context without gradients.
         tokenizer: of prompts and demonstrations.
         template: options of its chat template.
         accelerator: knows how many processes average their gradients.
@@ -56,22 +54,15 @@ class AddedLosses:
         teachers: Mapping[str, Teacher],
         scorer: Scorer,
         score: Callable[..., Any],
-        forward_only: Callable[[], AbstractContextManager[None]],
         tokenizer: Any,
         template: Mapping[str, Any],
         accelerator: Accelerator,
     ) -> None:
         self.losses, self.teachers, self.scorer, self.score = losses, teachers, scorer, score
-        self.forward_only, self.tokenizer, self.template = forward_only, tokenizer, template
-        self.accelerator = accelerator
+        self.tokenizer, self.template, self.accelerator = tokenizer, template, accelerator
         if is_deepspeed_zero3_enabled() and (whole := [loss.label for loss in losses if isinstance(loss, JSD)]):
             reason = "ZeRO-3 splits the weights of the LM head, which it reads twice"
             raise ConfigError([Problem("losses", whole[0], reason, "Use reverse_kl, or ZeRO-2.")])
-
-    @property
-    def reads_policy(self) -> bool:
-        """Whether a loss is computed from the policy's own forward, which then computes all rows."""
-        return any(isinstance(loss, ReverseKL) for loss in self.losses)
 
     # A generation.
 
@@ -150,7 +141,7 @@ class AddedLosses:
         teacher, rows = self.teachers[loss.teacher], self._of_teacher(loss, inputs)
         stays = teacher.initial is None and self.accelerator.distributed_type not in SHARDED
         labelled, score = _labelled(rows, _mask(loss, inputs)), partial(self._forward, teacher.model, rows)
-        with teacher.weights(policy), self.forward_only():
+        with teacher.weights(policy), self.scorer.forward_only():
             return teacher_head(score, *labelled, stays=stays)
 
     def _forward(self, model: nn.Module, rows: MicroBatch) -> Tensor:

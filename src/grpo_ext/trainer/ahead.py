@@ -5,12 +5,13 @@ orders are carried out: the rows of later windows are drawn as the dataloader wi
 requests go to the background, and a window that begins to train is taken from there.
 """
 
+import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import Any
 
@@ -18,20 +19,23 @@ from accelerate.utils import gather_object
 
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.errors import ConfigError, Problem, SamplerLost
+from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.rollout_batch import RolloutBatch
 from grpo_ext.rollout.samplers import Sampler, failing_together
 from grpo_ext.rollout.schedule import Orders, Schedule
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.trainer import in_flight
+from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.in_flight import InFlight
 from grpo_ext.trainer.rollout_worker import (
     Asked,
     BackgroundWorker,
+    Hooks,
     PublishedWeights,
+    RolloutRequest,
     RolloutWorker,
     Submitted,
     done,
-    worker_of,
 )
 from grpo_ext.waiting import POLL_SECONDS, SIGNALLED, shutdown
 
@@ -58,19 +62,28 @@ class Running:
     window: int | None = None
 
 
+@dataclass
 class RolloutsAhead:
     """The windows of a trainer that are sampled ahead, each by weights of exactly the same age.
 
     Attributes:
+        sampler: samples beside training.
+        worker: of the main thread; the background gets a copy.
+        runtime: the rewards' processes.
+        times: the clock of a step, whose metrics get those of overlap too.
         age: windows by which the weights that sampled the current window are older than the policy's.
         kept: windows of the checkpoint that the run continues from, until its first window.
     """
 
-    def __init__(self, trainer: Any, sampler: Sampler) -> None:
-        self.trainer, self.sampler = trainer, sampler
-        self.age, self.kept = 0, InFlight()
-        self._running: Running | None = None
-        self._window: tuple[Sequence[AttemptId], RolloutBatch] | None = None
+    hooks: Hooks
+    sampler: Sampler
+    worker: RolloutWorker
+    runtime: Runtime | None
+    times: StepTimes
+    age: int = 0
+    kept: InFlight = field(default_factory=InFlight)
+    _running: Running | None = None
+    _window: tuple[Sequence[AttemptId], RolloutBatch] | None = None
 
     @property
     def asked(self) -> Sequence[int]:
@@ -85,13 +98,12 @@ class RolloutsAhead:
             ConfigError: the dataloader has other rows.
             SamplerLost: or ServerLost, the sampler is lost on this or another process, or a signal ends the run.
         """
-        trainer, count = self.trainer, len(rows)
-        window = trainer._step // trainer._uses
+        count, window = len(rows), self.hooks.generation_number
         running = self._running = self._running or self._started(window, count)
         running.window = window
         self._obey(running, running.schedule.before(window), count)
         self.age = window - running.schedule.version(window)
-        self._window = trainer.attempts_of(window, count), self._take(running, window, rows)
+        self._window = self.hooks.attempts_of(window, count), self._take(running, window, rows)
         yield
         self._window, running.window = None, None
         del running.asked[window]  # till here a lost sampler may end the run before the window trains
@@ -127,9 +139,9 @@ class RolloutsAhead:
         if self._running is None:
             return
         self._running.background.stop()
-        if self.trainer.reward_runtime is not None:
-            self.trainer.reward_runtime.interrupt()
-        for processes in (self.trainer.episode_runner, self.sampler):
+        if self.runtime is not None:
+            self.runtime.interrupt()
+        for processes in (self.worker.episode_runner, self.sampler):
             if processes is not None:
                 processes.close()
         self._running.background.close()
@@ -148,40 +160,43 @@ class RolloutsAhead:
         running = self._running
         if running is None:
             return self.kept
-        found, needed = list[tuple[int, RolloutBatch | None]](), set[int]()
-        if waits or samples_by_server(self.trainer.args):
+        windows, needed = list[tuple[int, RolloutBatch | None]](), set[int]()
+        if waits or samples_by_server(self.hooks.args):
             running.background.wait()
         for window, (_, submitted) in sorted(running.asked.items()):
-            version, made = running.schedule.version(window), submitted.made()
-            kept = None if made is None else in_flight.to_be_kept(made)
-            found.append((version, kept))
+            version, rollouts = running.schedule.version(window), submitted.made()
+            kept = None if rollouts is None else in_flight.to_be_kept(rollouts)
+            windows.append((version, kept))
             needed |= {version} if replaces or kept is None else set()
         copies = {version: self.sampler.copy_of(version) for version in sorted(needed)}
         weights = {version: copy for version, copy in copies.items() if copy is not None}
-        return InFlight(found, weights, min(running.asked, default=0))
+        return InFlight(windows, weights, min(running.asked, default=0))
 
     def _started(self, first: int, count: int) -> Running:
         """Return the state of a run that begins or resumes with the window `first`, of `count` rows a process."""
-        trainer = self.trainer
+        hooks, args, processes = self.hooks, self.hooks.args, self.hooks.accelerator.num_processes
         kept, self.kept = self.kept, InFlight()
         kept = kept if kept.first == first else InFlight()  # the run ended between two windows
         for version, weights in kept.weights.items():
             self.sampler.publish(version, weights)
         # a server has no older weights: what it had not finished, on any process, is sampled by those of now
         known = list(takewhile(lambda its: its[1] is not None or its[0] in kept.weights, kept.windows))
-        if trainer.accelerator.num_processes > 1:  # pushes are collective, so all processes need the same orders
+        if processes > 1:  # pushes are collective, so all processes need the same orders
             known = known[: min(gather_object([len(known)]))]
         versions = {first + i: version for i, (version, _) in enumerate(known)}
-        windows = math.ceil(trainer.state.max_steps * trainer.args.gradient_accumulation_steps / trainer._uses)
-        schedule = Schedule(trainer.args.rollout_ahead, windows, first, versions, list(kept.weights))
-        drawn = upcoming(trainer._get_train_sampler(), count * trainer.accelerator.num_processes)
-        background = BackgroundWorker(self._worker())
+        accumulation = args.gradient_accumulation_steps
+        uses = int(args.steps_per_generation or 1) * args.num_iterations
+        windows = math.ceil(hooks.state.max_steps * accumulation / uses)
+        schedule = Schedule(args.rollout_ahead, windows, first, versions, list(kept.weights))
+        drawn = upcoming(hooks._get_train_sampler(), count * processes)
+        source = PublishedWeights(self.sampler, waits=args.environment_waves == "turn")
+        background = BackgroundWorker(self.worker.in_background(source))
         running = Running(schedule, islice(drawn, first, None), background)
         for window, (version, finished) in zip(versions, known, strict=True):
             if finished is None or not finished.scored:
                 # v_s was published, and this window asked for, when window s had been taken
-                asked = version * trainer._uses // trainer.args.gradient_accumulation_steps
-                self._submit(running, window, version, count, finished, min(asked, trainer.state.global_step))
+                published = version * uses // accumulation
+                self._submit(running, window, version, count, finished, min(published, hooks.state.global_step))
             else:
                 next(running.drawn)
                 running.asked[window] = None, done(finished)
@@ -192,8 +207,8 @@ class RolloutsAhead:
             self.sampler.forget(version)
         if orders.publish is None:
             return
-        with self.trainer._times.during("weight_push"):
-            if samples_by_server(self.trainer.args):  # it replaces the weights of windows that are not yet sampled
+        with self.times.during("weight_push"):
+            if samples_by_server(self.hooks.args):  # it replaces the weights of windows that are not yet sampled
                 running.background.wait_for_samples()
             self.sampler.publish(orders.publish)
         for window in orders.submit:
@@ -208,27 +223,30 @@ class RolloutsAhead:
         finished: RolloutBatch | None = None,
         step: int | None = None,
     ) -> None:
-        """Ask for a window; only for its scores where its completions are there."""
-        trainer = self.trainer
-        first = trainer.accelerator.process_index * count
-        rows = [trainer.train_dataset[i] for i in next(running.drawn)[first : first + count]]
-        asked = trainer.collector.asked(rows, trainer.attempts_of(window, count), version, step)
-        running.asked[window] = asked, running.background.submit(asked, finished)
+        """Ask for a window; only for its scores where its completions are there.
 
-    def _worker(self) -> RolloutWorker:
-        trainer = self.trainer
-        source = PublishedWeights(self.sampler, waits=trainer.args.environment_waves == "turn")
-        return worker_of(trainer, source, trainer.collector.rewards.scorers, copies=True)
+        Its reward functions see the state of the run at `step`, by default the present one.
+        """
+        hooks, state = self.hooks, self.hooks.state
+        first, step = self.hooks.accelerator.process_index * count, state.global_step if step is None else step
+        rows = [hooks.train_dataset[i] for i in next(running.drawn)[first : first + count]]
+        prompts = copy.deepcopy([row["prompt"] for row in rows])
+        ids = [] if self.worker.episode_runner is not None else hooks._tokenize_prompts(prompts)[0]
+        attempts, limit = hooks.attempts_of(window, count), int(self.hooks.args.max_completion_length or 0)
+        known = [row for row in state.log_history if row.get("step", 0) <= step]
+        request = RolloutRequest(rows, prompts, ids, attempts, limit, version, step)
+        queued = Asked(request, replace(state, global_step=step, log_history=known))
+        running.asked[window] = queued, running.background.submit(queued, finished)
 
     def _take(self, running: Running, window: int, rows: Rows) -> RolloutBatch:
         """Wait for the completions of the window that begins to train."""
-        asked, submitted = running.asked[window]
-        if asked is not None and [row["prompt"] for row in asked.request.rows] != [row["prompt"] for row in rows]:
+        queued, submitted = running.asked[window]
+        if queued is not None and [row["prompt"] for row in queued.request.rows] != [row["prompt"] for row in rows]:
             reason = "the dataloader's rows are not those of the training set in the sampler's order"
             cure = "Remove it, or what changes rows or their order on the way."
-            raise ConfigError([Problem("rollout_ahead", self.trainer.args.rollout_ahead, reason, cure)])
-        began, metrics = time.monotonic(), self.trainer._metrics["train"]
-        with self.trainer._times.during("rollout"), failing_together():
+            raise ConfigError([Problem("rollout_ahead", self.hooks.args.rollout_ahead, reason, cure)])
+        began, metrics = time.monotonic(), self.times.metrics
+        with self.times.during("rollout"), failing_together():
             while not wait([submitted.finished], POLL_SECONDS).done:
                 if shutdown().is_set():
                     raise SamplerLost(f"generation {window}, sampled ahead: {SIGNALLED}")

@@ -7,7 +7,7 @@ others get theirs just before it moves.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from grpo_ext.trainer.diagnosis.positions import later_turns
 
 
 def padded(
-    made: Generated,
+    generated: Generated,
     pad: int,
     multiple: int | None,
     device: torch.device,
@@ -39,7 +39,7 @@ def padded(
     """Return the rows of a generation as padded tensors: prompts [rows, width] on the left, completions on the right.
 
     Args:
-        made: the rows.
+        generated: the rows.
         pad: token that pads.
         multiple: width is a multiple of it.
         device: of the tensors.
@@ -50,23 +50,23 @@ def padded(
     def joined(rows: Sequence[Tensor], value: int, side: str = "right") -> Tensor:
         return trl_pad(list(rows), padding_value=value, padding_side=side, pad_to_multiple_of=multiple).to(device)
 
-    prompts, completions = ([torch.tensor(ids) for ids in part] for part in (made.prompt_ids, made.completion_ids))
+    prompts, completions = ([torch.tensor(ids) for ids in part] for part in generated[:2])
     batch = {
         "prompt_ids": joined(prompts, pad, "left"),
         "prompt_mask": joined([torch.ones_like(ids) for ids in prompts], 0, "left"),
         "completion_ids": joined(completions, pad),
         "completion_mask": joined([torch.ones_like(ids) for ids in completions], 0),
     }
-    if made.logprobs is not None:
-        known = [[math.nan if logp is None else logp for logp in row] for row in made.logprobs]
+    if generated.logprobs is not None:
+        known = [[math.nan if logp is None else logp for logp in row] for row in generated.logprobs]
         batch["sampling_per_token_logps"] = joined([torch.tensor(row) for row in known], 0)
     if trajectories and (parents := parents_of(trajectories, batch["completion_ids"].shape[1])) is not None:
         batch[PARENTS] = parents.to(device)
-    if made.tool_mask is not None:
-        batch["tool_mask"] = joined([torch.tensor(mask) for mask in made.tool_mask], 1)
+    if generated.tool_mask is not None:
+        batch["tool_mask"] = joined([torch.tensor(mask) for mask in generated.tool_mask], 1)
         batch["later_turns"] = later_turns(live_mask(batch), batch.get(PARENTS))
     if ends is not None:
-        whole = torch.tensor([ids[-1] in ends for ids in made.completion_ids], device=device)[:, None]
+        whole = torch.tensor([ids[-1] in ends for ids in generated.completion_ids], device=device)[:, None]
         masks = ("completion_mask", "tool_mask")
         batch |= {name: batch[name] * whole.to(batch[name].dtype) for name in masks if name in batch}
     return batch
@@ -100,6 +100,30 @@ class Generation:
         window = len(self.micro_batches) // max(1, len(self.totals))
         places = (i for i, batch in enumerate(self.micro_batches) if batch is inputs and self.totals)
         return next((i // window for i in places), None)
+
+
+def arranged(
+    batches: Sequence[MicroBatch],
+    added: Callable[[MicroBatch], list[Tensor]],
+    args: GRPOExtConfig,
+    accelerator: Accelerator,
+) -> Generation:
+    """Return the micro-batches of a generation with the denominators of their steps, unless these are stock TRL's.
+
+    `added` returns the tokens that each of the losses beside the policy's counts.
+    """
+    if not args.exact_denominators:
+        return Generation(batches)
+    every = [live_mask(batch) for batch in batches], *zip(*map(added, batches), strict=True)
+    totals, *others = (counted(masks, args.gradient_accumulation_steps, accelerator) for masks in every)
+    return Generation(batches, totals, others)
+
+
+def without_known_old(batches: Sequence[MicroBatch], accelerator: Accelerator) -> list[MicroBatch]:
+    """Return the batches that hold, on any process, a token whose log-probability the sampler does not know."""
+    unknown = [(batch["sampling_per_token_logps"].isnan() & live_mask(batch).bool()).any() for batch in batches]
+    anywhere = accelerator.gather(torch.stack(unknown)).view(-1, len(batches)).any(dim=0)
+    return [batch for batch, needs in zip(batches, anywhere.tolist(), strict=True) if needs]
 
 
 # Denominators.

@@ -50,7 +50,9 @@ class Progress(TrainerCallback):
         """Print how long the first step took, unless it is logged anyway."""
         super().on_step_end(args, state, control, **kwargs)
         if state.is_world_process_zero and state.global_step == self._began[1] + 1 and not control.should_log:
-            more = f"; the next line follows at step {_next_log(state)}"
+            every = max(1, int(state.logging_steps))
+            following = min((state.global_step // every + 1) * every, state.max_steps)
+            more = f"; the next line follows at step {following}"
             more = more if args.logging_strategy == "steps" and state.global_step < state.max_steps else ""
             after = clock(time.monotonic() - self._began[0])
             self.write(f"step {state.global_step}/{state.max_steps}   done after {after}{more}")
@@ -92,11 +94,6 @@ def install_progress(callbacks: list[TrainerCallback], *, disable_tqdm: bool | N
             callbacks[i] = progress = ProgressBar() if sys.stderr.isatty() and not disable_tqdm else Progress()
             return progress
     return None
-
-
-def _next_log(state: TrainerState) -> int:
-    every = max(1, int(state.logging_steps))
-    return min((state.global_step // every + 1) * every, state.max_steps)
 
 
 def line(logs: Logs, step: int, steps: int, seconds_left: float = 0.0) -> str:

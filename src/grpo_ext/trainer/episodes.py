@@ -29,7 +29,6 @@ from grpo_ext.errors import AttemptsFailed
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import Trajectory, of_agents
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.transformers_engine import positions_of
 from grpo_ext.safe_reading import check_depth
 
 logger = logging.getLogger(__name__)
@@ -40,14 +39,6 @@ _SHOWN = 600
 """Characters of a program's output that are shown."""
 Episodes = Sequence[tuple[Trajectory, AttemptFigures]]
 """Attempts with what each took."""
-
-
-def limits_of(trainer: Any) -> AttemptLimits:
-    """Return the limits of an attempt."""
-    args, ends = trainer.args, frozenset(trainer.eos_token_ids)
-    context = positions_of(trainer.accelerator.unwrap_model(trainer.model), args)
-    length, counts_all = args.max_completion_length or 0, args.completion_length_counts == "all"
-    return AttemptLimits(completion=length, counts_all=counts_all, context=context, ends=ends)
 
 
 def sampling_of(args: GRPOExtConfig) -> dict[str, Any]:

@@ -5,36 +5,41 @@ Only the hooks are here and in `saving` and `resuming`. What they do is in `chec
 """
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput, has_length
 
+from grpo_ext import __version__
 from grpo_ext.config.batches import eval_batch_problems
 from grpo_ext.config.engines import check_started
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, RolloutDrift, SamplerLost, ServerLost
 from grpo_ext.packing.collective import is_out_of_memory
+from grpo_ext.packing.micro_batches import MicroBatch
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
 from grpo_ext.safe_reading import remove_link
 from grpo_ext.tables import show
 from grpo_ext.terminal import safe_output
-from grpo_ext.trainer import nan_report
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.callbacks import completions_table
 from grpo_ext.trainer.checkpoints import identity
 from grpo_ext.trainer.checkpoints.processes import everywhere
 from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.evaluating import EvalRows, Evaluated
+from grpo_ext.trainer.libraries import without_notices
 from grpo_ext.trainer.loss_terms import Figures
+from grpo_ext.trainer.nan_report import ObservedBatch, on_cpu
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard
-from grpo_ext.trainer.notices import without_notices
 from grpo_ext.trainer.resuming import Resuming
 from grpo_ext.trainer.save_dry_run import check_saving
 from grpo_ext.trainer.setup import check_trained
@@ -58,8 +63,28 @@ class Lifecycle(Resuming):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._guard = NonFiniteGuard(self)
+        self._guard = NonFiniteGuard(self, self._metrics["train"], self._tokenizer, self._dump)
         self._eval_rows = EvalRows()
+
+    def _dump(self, window: Sequence[ObservedBatch]) -> dict[str, Any]:
+        """Return this process's micro-batches of a step in which NaN or inf was found, and what they belong to."""
+        origin = {
+            "grpo_ext": __version__,
+            "step": self.state.global_step + 1,
+            "rank": self.accelerator.process_index,
+            "processes": self.accelerator.num_processes,
+            "settings": identity.settings(self.args),
+            "objective": identity.plain(self.objective.to_dict()),
+            "model": getattr(getattr(self.model, "config", None), "_name_or_path", None) or None,
+            "adapter": is_peft_model(self.model),
+            "reward_names": list(self.reward_func_names),
+            "reward_weights": self.reward_weights.tolist(),
+        }
+        if not window:
+            return origin
+        totals = self._generation.totals_of(cast(MicroBatch, window[0].inputs))
+        origin["totals"] = None if totals is None else torch.stack(list(totals)).cpu()
+        return origin | {"micro_batches": [on_cpu({**seen.inputs, **seen.computed}) for seen in window]}
 
     # Training.
 
@@ -85,8 +110,8 @@ class Lifecycle(Resuming):
             self._metrics["eval"].clear()
             self.collector.reset()
             self._epoch_began, self._stopped_at, self._ends_early = (0, 0), None, False
-            self._record = identity.of_run(self.args, self.model, self.train_dataset, self.recipe_record)
-            checkpoint = start(self.args, resume_from_checkpoint, self._record)
+            self.record = identity.of_run(self.args, self.model, self.train_dataset, self.recipe_record)
+            checkpoint = start(self.args, resume_from_checkpoint, self.record)
             if self.recipe_record is not None or self.args.save_strategy != "no":
                 model = self.accelerator.unwrap_model(self.model)
                 check_saving(model, self._tokenizer, self.processing_class, self.args)
@@ -159,10 +184,6 @@ class Lifecycle(Resuming):
         if self.log_completions and self.accelerator.is_main_process and self.args.num_completions_to_print != 0:
             show(completions_table(self._logs, self.state.global_step, self.args.num_completions_to_print))
 
-    def _sampling(self) -> AbstractContextManager[None]:
-        """Return a context for sampling, which names overflowed weights and logits."""
-        return nan_report.sampling(self.model, self.state)
-
     # Evaluation.
 
     def evaluate(
@@ -223,7 +244,7 @@ class Lifecycle(Resuming):
             return output
         self._figures.clear()  # a step that failed may have left some
         evaluated = Evaluated(rows)
-        with temporarily(self, _evaluated=evaluated), random_streams_kept(), self.collector.paused():
+        with temporarily(self, _evaluated=evaluated), random_streams_kept(), self._sampler_for_evaluation():
             output = super().evaluation_loop(dataloader, *passed)
         metrics, weights = self._metrics["eval"], self.reward_weights.double()
         figures = evaluated.figures(self.reward_func_names, weights, self.num_generations_eval, self.objective)
@@ -233,16 +254,41 @@ class Lifecycle(Resuming):
         self._name_figures(metric_key_prefix)
         return output
 
+    def _sampler_for_evaluation(self) -> AbstractContextManager[None]:
+        """Return a context in which what samples beside the training is free, and vLLM gets the present weights."""
+        if self.collector.inference_engine is not None:
+            self._last_loaded_step = -1
+        return self.collector.paused()
+
+    @contextmanager
+    def evaluating(self, group: int, settings: AbstractContextManager[None]) -> Iterator[None]:
+        """Sample for an evaluation inside the context, in `settings`; what is the training's is restored after it."""
+        training, metrics = self.model.training, dict(self._metrics["eval"])
+        self.model_wrapped.eval()
+        try:
+            changed = temporarily(self, num_generations_eval=group)
+            with changed, random_streams_kept(), self._sampler_for_evaluation(), settings:
+                yield
+        finally:
+            self.model_wrapped.train(training)
+            self._metrics["eval"].clear()
+            self._metrics["eval"].update(metrics)
+
     def _name_figures(self, prefix: str) -> None:
         """Put the name of one of several evaluation sets before its figures, to which TRL adds `eval_` alone."""
         metrics, name = self._metrics["eval"], prefix.removeprefix("eval").strip("_")
         for figure in list(metrics) if name and prefix.startswith("eval_") else ():
             metrics[f"{name}_{figure}"] = metrics.pop(figure)
 
+    @property
+    def generation_number(self) -> int:
+        """Number of the generation that trains, or begins to, from 0."""
+        return self._step // self._uses
+
     def attempt_ids(self, count: int) -> list[AttemptId]:
         """Return the ids of this process's next `count` attempts, in training or evaluation."""
         if self.model.training:
-            return self.attempts_of(self._step // self._uses, count)
+            return self.attempts_of(self.generation_number, count)
         rows = self._eval_rows.next(self.accelerator.process_index * count, count)
         return numbered(self.args.seed, Source.EVALUATION, rows, self.num_generations_eval)
 

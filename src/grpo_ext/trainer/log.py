@@ -40,20 +40,16 @@ class Log:
         for name, value in figures.items():
             self.add(name, value)
 
-    def add_lengths(self, made: Generated, ends: Collection[int], state: TrainerState) -> None:
-        """Log the lengths of the completions of all processes as TRL's `_generate` does; collective.
-
-        Args:
-            made: of this process.
-            ends: tokens that end a completion, with padding.
-            state: of the trainer, which counts tokens in training.
+    def add_lengths(self, generated: Generated, ends: Collection[int], state: TrainerState) -> None:
+        """Log the lengths of the completions of all processes, with `generated` of this one, as TRL does; collective.
 
         Raises:
             RuntimeError: there are no completions.
         """
-        lengths = [*map(len, made.completion_ids)] if made.tool_mask is None else [*map(sum, made.tool_mask)]
-        cut = [ids[-1] not in ends for ids in made.completion_ids]
-        local = torch.tensor([[*map(len, made.prompt_ids)], lengths, cut], device=self.accelerator.device).T
+        completion_ids, tool_mask = generated.completion_ids, generated.tool_mask
+        lengths = [*map(len, completion_ids)] if tool_mask is None else [*map(sum, tool_mask)]
+        cut = [ids[-1] not in ends for ids in completion_ids]
+        local = torch.tensor([[*map(len, generated.prompt_ids)], lengths, cut], device=self.accelerator.device).T
         prompts, completions, is_cut = self.accelerator.gather(local.contiguous()).unbind(dim=1)
         if not len(completions):
             raise RuntimeError("no completions were generated: see the log of what samples.")
@@ -84,24 +80,16 @@ class Log:
         *,
         images: bool,
     ) -> None:
-        """Add the completions of all processes to the table; collective.
-
-        Args:
-            batch: this process's, with the rewards of all.
-            prompts: of the same rows, as they are shown.
-            advantages: of all processes' completions.
-            reward_names: of the columns of the rewards.
-            images: whether images are shown.
-        """
-        made, table, count = batch.generated, self.table, len(batch.rows)
-        assert made is not None
+        """Add the completions of all processes, and the `advantages` of all, to the table; collective."""
+        generated, table, count = batch.generated, self.table, len(batch.rows)
+        assert generated is not None
         assert batch.rewards is not None
         table["prompt"].extend(gather_object(without_secrets(list(prompts))))
-        table["completion"].extend(gather_object(without_secrets(made.completions)))
+        table["completion"].extend(gather_object(without_secrets(generated.completions)))
         for name, values in zip(reward_names, batch.rewards.T.tolist(), strict=True):
             table["rewards"][name].extend(values)
         table["advantages"].extend(advantages)
         for column in sorted(set(gather_object(list(batch.logged)))):  # in the same order on all processes
             table["extra"][column].extend(gather_object(without_secrets(batch.logged.get(column, [None] * count))))
-        if made.images is not None and images:
-            table["images"].extend(gather_object(made.images))
+        if generated.images is not None and images:
+            table["images"].extend(gather_object(generated.images))

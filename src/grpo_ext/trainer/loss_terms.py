@@ -15,9 +15,7 @@ from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, widest
 from grpo_ext.objective.surrogates import Regions
 from grpo_ext.packing.micro_batches import MicroBatch
-from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.trainer.diagnosis.recording import token_figures
-from grpo_ext.trainer.log import Log
 
 Means = dict[str, tuple[Tensor, Tensor]]
 """By name, values and the mask of those that count: [batch, time], or [batch, 1], which count once for a completion;
@@ -69,7 +67,9 @@ class Figures:
             kept = extremes if self.extremes is None else self.extremes
             self.extremes = torch.stack([torch.minimum(kept[0], extremes[0]), torch.maximum(kept[1], extremes[1])])
         if log_weights:
-            log_sums = _log_sums(log_weights.values())
+            powers = [(torch.stack([0 * w, w, 2 * w]), counted) for w, counted in log_weights.values()]
+            # log N, log sum w and log sum w^2 of the weights that count, [figures, 3]
+            log_sums = torch.stack([torch.where(counted, x, -torch.inf).logsumexp(dim=1) for x, counted in powers])
             self.log_sums = log_sums if self.log_sums is None else torch.logaddexp(self.log_sums, log_sums)
 
     def log(self, metrics: MutableMapping[str, list[float]], accelerator: Accelerator) -> None:
@@ -148,12 +148,6 @@ def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, 
     return torch.stack([x.to(widest(x.device)) for x in found]).view(-1, 2)
 
 
-def _log_sums(weights: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "figures 3"]:
-    """Return log N, log sum w and log sum w^2 of the log-weights that count, per figure."""
-    powers = [(torch.stack([0 * w, w, 2 * w]), counted) for w, counted in weights]
-    return torch.stack([torch.where(counted, logs, -torch.inf).logsumexp(dim=1) for logs, counted in powers])
-
-
 def _sequence_means(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over each completion's live tokens, NaN where it has none."""
     if values.shape[1] == 1:
@@ -174,41 +168,11 @@ QUANTILE_LIMIT = 2**24
 """Largest number of elements that `torch.quantile` takes."""
 
 
-class EntropyCoefficient:
-    """The weight of the entropy bonus: fixed, or moved towards a target entropy. Skywork-OR1, arXiv:2505.22312.
-
-    It is kept where TRL keeps it and saves it, in TRL's trainer.
-    """
-
-    def __init__(self, trainer: GRPOTrainer, args: GRPOExtConfig) -> None:
-        self.trainer, self.args = trainer, args
-
-    @property
-    def value(self) -> float | None:
-        """The weight now; None without a bonus."""
-        trainer = self.trainer
-        if not trainer._entropy_bonus_enabled:
-            return None
-        above = trainer.use_adaptive_entropy and trainer._last_world_entropy > self.args.entropy_target
-        return 0.0 if above else trainer.entropy_coef
-
-    def add(self, local: Float[Tensor, "2"], log: Log) -> None:
-        """Add the sum and the count of some rows' entropies; at an optimizer step, move the weight and log it."""
-        trainer, args = self.trainer, self.args
-        if trainer.use_adaptive_entropy:
-            window: Any = trainer._entropy_window_stats
-            trainer._entropy_window_stats = local if window is None else window + local  # type: ignore[assignment]
-        if not trainer.accelerator.sync_gradients:
-            return
-        if trainer.use_adaptive_entropy:
-            total, count = trainer.accelerator.reduce(trainer._entropy_window_stats, reduction="sum")
-            trainer._last_world_entropy = (total / count.clamp(min=1.0)).item()
-            rising = trainer._last_world_entropy <= args.entropy_target
-            moved = trainer.entropy_coef + (args.entropy_coef_delta if rising else -args.entropy_coef_delta)
-            low, high = args.entropy_coef_min, args.entropy_coef_max
-            trainer.entropy_coef = min(moved, high) if rising else max(moved, low)
-            trainer._entropy_window_stats = None
-        log.add("entropy_coef", trainer.entropy_coef)
+def moved_coefficient(coefficient: float, entropy: float, args: GRPOExtConfig) -> float:
+    """Return the weight of the entropy bonus, moved by a step towards the target entropy, within its bounds."""
+    if entropy <= args.entropy_target:
+        return min(coefficient + args.entropy_coef_delta, args.entropy_coef_max)
+    return max(coefficient - args.entropy_coef_delta, args.entropy_coef_min)
 
 
 def high_entropy_mask(

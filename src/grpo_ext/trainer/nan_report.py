@@ -4,9 +4,10 @@ A step may overflow although all of its gradients were finite, so the check of g
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,11 @@ from torch import Tensor, nn
 from transformers import TrainerState
 
 from grpo_ext.errors import NonFiniteError
+from grpo_ext.packing.images import IMAGES
 from grpo_ext.packing.micro_batches import live_mask
+from grpo_ext.packing.sampling_support import KEPT
+from grpo_ext.safe_reading import replacing
+from grpo_ext.trainer.checkpoints.manifest import sync
 from grpo_ext.trainer.checkpoints.processes import everywhere, local
 
 BEFORE_THE_FORWARD = ("advantages", "importance_sampling_ratio", "ref_per_token_logps", "old_per_token_logps")
@@ -179,3 +184,26 @@ def sampling(model: nn.Module, steps: TrainerState) -> Iterator[None]:
             f"After step {steps.global_step} of {steps.max_steps} the policy's logits hold NaN or inf, so no "
             f"completion can be sampled. Its largest weight is {size.item():.3g}, in {name}. {_CURE}"
         ) from error
+
+
+def on_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of a micro-batch's tensors on the CPU, its kept sets and its images."""
+    found: dict[str, Any] = {n: v.detach().cpu().clone() for n, v in batch.items() if isinstance(v, Tensor)}
+    if KEPT in batch:
+        found[KEPT] = [of_row.cpu() for of_row in batch[KEPT]]
+    if IMAGES in batch:  # those of a prompt are one object for all its rows, on the disk too
+        found[IMAGES] = batch[IMAGES]
+    return found
+
+
+def write(path: Path, dump: Mapping[str, Any]) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: the disk refuses.
+        RuntimeError: the same, raised by torch.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        torch.save(dict(dump), aside)
+        sync(aside)

@@ -10,21 +10,24 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import DistributedType, gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.rewards.text import completion_text
+from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.safe_reading import write_text
-from grpo_ext.trainer import dump
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.diagnosis.recording import gradient_figures, is_logged
 from grpo_ext.trainer.loss import LossOutput
-from grpo_ext.trainer.nan_report import HOW_TO_LOOK, BadTensor, ObservedBatch, in_order, value_in
+from grpo_ext.trainer.nan_report import HOW_TO_LOOK, BadTensor, ObservedBatch, in_order, value_in, write
 from grpo_ext.trainer.signals import signals
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,12 @@ SKIPPED = "nonfinite/skipped_steps"
 class NonFiniteGuard:
     """Decides on all processes, before each optimizer step, whether to make it.
 
+    Args:
+        trainer: whose step, state and optimizer it reads.
+        metrics: those of training.
+        tokenizer: shows what a bad row says.
+        dump: returns what is written of a step's micro-batches.
+
     Attributes:
         skipped: skipped steps since training began.
         requested: the signal that one of the processes received, 0 for none; the same on all processes.
@@ -47,8 +56,15 @@ class NonFiniteGuard:
         updating: whether the optimizer may be changing the weights; the end of the step resets it.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.skips = trainer, trainer.args.on_nonfinite == "skip"
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        metrics: Mapping[str, list[float]],
+        tokenizer: PreTrainedTokenizerBase,
+        dump: Callable[[Sequence[ObservedBatch]], dict[str, Any]],
+    ) -> None:
+        self.trainer, self.metrics, self.tokenizer, self.dump = trainer, metrics, tokenizer, dump
+        self.skips = cast(GRPOExtConfig, trainer.args).on_nonfinite == "skip"
         self.start()
 
     def start(self) -> None:
@@ -84,18 +100,14 @@ class NonFiniteGuard:
             self.window.popleft()
         bad = micro_batch.bad()
         self._bad = bad if self._bad is None else self._bad | bad
-        if self._engine_skips and self.trainer.accelerator.sync_gradients:
+        engine_skips = self._deepspeed or self.trainer.accelerator.scaler is not None  # bad steps, by itself
+        if engine_skips and self.trainer.accelerator.sync_gradients:
             loss = loss * torch.where(self._bad, torch.nan, 1.0)  # which shows in the gradients
         return loss
 
     @property
     def _deepspeed(self) -> bool:
         return self.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-
-    @property
-    def _engine_skips(self) -> bool:
-        """Return whether the engine itself skips bad steps: DeepSpeed, the scaler of fp16."""
-        return self._deepspeed or self.trainer.accelerator.scaler is not None
 
     # The optimizer step.
 
@@ -116,7 +128,7 @@ class NonFiniteGuard:
         sound = self._settle(norm, named)
         if sound and named and is_logged(self.trainer.state):
             for name, value in gradient_figures(named).items():
-                self.trainer._metrics["train"][name].append(value)
+                self.metrics[name].append(value)
         if sound and max_norm < float("inf"):
             torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, norm)
         return norm
@@ -145,7 +157,7 @@ class NonFiniteGuard:
         else:
             in_a_forward = any(forward for forward, *_ in verdicts)
             self._unsound(named, mine=bool(verdicts[accelerator.process_index][0]) or not in_a_forward)
-        self.trainer._metrics["train"][SKIPPED].append(float(not sound))
+        self.metrics[SKIPPED].append(float(not sound))
         self.window.clear()
         self._bad, self.updating = None, True
         return sound
@@ -166,10 +178,10 @@ class NonFiniteGuard:
         self._in_a_row += 1
         again = self.skips and self._in_a_row >= IN_A_ROW
         kept = self.skipped <= KEPT or again or not self.skips
-        found = {"findings": [asdict(f) for f in findings], "parameters": parameters}
-        problem = self.save(found, list(self.window)) if kept else ""
+        report = {"findings": [asdict(f) for f in findings], "parameters": parameters}
+        problem = self.save(report, list(self.window)) if kept else ""
         gathered = gather_object([([asdict(f) for f in findings[:1]], problem)])
-        everyone = sorted((BadTensor(**f) for found, _ in gathered for f in found), key=in_order)
+        everyone = sorted((BadTensor(**f) for first, _ in gathered for f in first), key=in_order)
         problem = next((p for _, p in gathered if p), "")
         text = self._text(everyone, problem if problem or not kept else f"The batch is in {self.folder}.")
         if again:
@@ -178,21 +190,21 @@ class NonFiniteGuard:
             raise NonFiniteError(f"{text} {self._cure(again)}")
         if self.trainer.accelerator.is_main_process:
             logger.warning(f"{text} The step is skipped (on_nonfinite: skip); weights and optimizer stay as they are.")
-        self.trainer.optimizer.zero_grad(set_to_none=True)
+        cast(Optimizer, self.trainer.optimizer).zero_grad(set_to_none=True)
         self.skipped_since_log = True
 
     def _findings(self, parameters: Sequence[str], named: Mapping[str, Tensor]) -> list[BadTensor]:
-        found = []
+        tensors = []
         for i, micro_batch in enumerate(self.window, 1):
             if (bad := micro_batch.first_bad()) is not None:
                 name, values = bad
                 per_row = values.isfinite().flatten(1).all(1) if values.dim() > 1 else values.isfinite()
                 rows = () if values.dim() == 0 else tuple((~per_row).nonzero().flatten().tolist())
-                found.append(
+                tensors.append(
                     BadTensor(name, self._rank, value_in(values), "", i, rows, self._words(micro_batch, rows))
                 )
-        if found:
-            return sorted(found, key=in_order)
+        if tensors:
+            return sorted(tensors, key=in_order)
         gradient = named[parameters[0]].grad if parameters else None
         value = "nan or inf" if gradient is None else value_in(local(gradient))
         names = ", ".join(parameters[:3]) + ", ..." * (len(parameters) > 3)
@@ -202,7 +214,7 @@ class NonFiniteGuard:
         ids, mask = (micro_batch.inputs.get(f"completion_{name}") for name in ("ids", "mask"))
         if not rows or ids is None or mask is None:
             return ""
-        return str(self.trainer._tokenizer.decode(ids[rows[0]][mask[rows[0]].bool()][:32]))[:80]
+        return str(self.tokenizer.decode(ids[rows[0]][mask[rows[0]].bool()][:32]))[:80]
 
     # Messages and files.
 
@@ -233,11 +245,11 @@ class NonFiniteGuard:
             f"batch, lower learning_rate or max_grad_norm, train in another precision{skip}."
         )
 
-    def save(self, found: dict[str, Any], window: Sequence[ObservedBatch] = ()) -> str:
+    def save(self, report: dict[str, Any], window: Sequence[ObservedBatch] = ()) -> str:
         """Write this rank's findings and batch; return a sentence if that failed, and "" otherwise."""
         path = self.folder / f"rank_{self._rank}.pt"
         try:
-            dump.write(path, dump.content(self.trainer, window) | found)
+            write(path, self.dump(window) | report)
             write_text(path.parent / "README.txt", HOW_TO_LOOK.format(step=self.step))
         except Exception as error:  # a full disk must not hide what was found
             return f"The batch could not be saved to {path} ({error})."
@@ -250,24 +262,19 @@ class NonFiniteGuard:
     ) -> tuple[list[dict[str, Any]], str]:
         """Return this process's bad rewards as dictionaries, and why its batch could not be saved, or "".
 
-        Args:
-            rewards: this process's, [rows, rewards].
-            rows: by reward, the rows in which it returned NaN or inf.
-            names: the rewards' names.
-            prompts: of the rows.
-            completions: of the rows.
+        `rows` are those in which a reward, by name, returned NaN or inf.
         """
-        found = []
+        findings = []
         for name, bad in rows.items():
             if bad:
                 value, text = value_in(rewards[bad, names.index(name)]), completion_text(completions[bad[0]])[:80]
-                found.append(asdict(BadTensor("rewards", self._rank, value, name, 0, tuple(bad), text)))
+                findings.append(asdict(BadTensor("rewards", self._rank, value, name, 0, tuple(bad), text)))
         batch = {"prompts": prompts, "completions": completions, "rewards": rewards.cpu(), "reward_names": list(names)}
-        return found, self.save({"findings": found, **batch}) if self._stops_for_rewards else ""
+        return findings, self.save({"findings": findings, **batch}) if self._stops_for_rewards else ""
 
     @property
     def _stops_for_rewards(self) -> bool:
-        return not self.skips and self.trainer.model.training
+        return not self.skips and cast(nn.Module, self.trainer.model).training
 
     def rewards(self, findings: Sequence[BadTensor], problem: str) -> None:
         """Stop for NaN or inf in the rewards of any process, or warn that they count as not scored.

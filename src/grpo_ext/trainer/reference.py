@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedConfig
 
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.packing.collective import entered_alike, failing_alike, is_out_of_memory
+from grpo_ext.packing.dropout import active_dropout
+from grpo_ext.packing.scorer import Scorer, in_evaluation
 from grpo_ext.trainer.checkpoints.processes import local, whole, writable
 
 logger = logging.getLogger(__name__)
@@ -137,12 +140,6 @@ class ReferenceCheck:
     def __call__(self, policy: nn.Module, model: nn.Module, reference: nn.Module, *, begins: bool) -> None:
         """Compare; a check for which memory is too little is left out from then on.
 
-        Args:
-            policy: the model, unwrapped.
-            model: the same, as it is called.
-            reference: the reference's model, or `model`.
-            begins: whether no step has been made.
-
         Raises:
             ConfigError: they differ, or made-up rows cannot be scored.
         """
@@ -206,6 +203,17 @@ def kind(model: Any) -> str:
     """Return PEFT's name for the adapter of a model, or the model's class."""
     adapters = getattr(model, "peft_config", {}).values()
     return next((adapter.peft_type.value for adapter in adapters), type(model).__name__)
+
+
+def made_up_logps(scorer: Scorer, made: tuple[Any, PreTrainedConfig, torch.device], model: nn.Module) -> Tensor:
+    """Return log-probabilities of rows `made` up for a tokenizer, by TRL's forward without dropout; collective.
+
+    The way in which rows are scored may be chosen between two calls, and TRL's own is the same in both.
+    """
+    (tokenizer, config, device), dropout = made, active_dropout(model)
+    ids = made_up(tokenizer, config.get_text_config().vocab_size, device)
+    with scorer.forward_only(), in_evaluation(model) if dropout else nullcontext(), failing_alike():
+        return scored(scorer.trl, model, ids)
 
 
 def made_up(tokenizer: Any, vocabulary: int, device: torch.device) -> Tensor:

@@ -7,18 +7,20 @@ runs in the background, the main thread may change the rest.
 import copy
 import time
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState
+from transformers import TrainerState
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
+from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.chat_template import splits_reasoning
 from grpo_ext.environments.attempt import AttemptLimits
 from grpo_ext.environments.engine import TurnEngine
@@ -27,6 +29,7 @@ from grpo_ext.objective.trajectory import COLUMN, batch
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.scorers import Scorer, scored_by
 from grpo_ext.rollout.background import Background
+from grpo_ext.rollout.images import Tokenized
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import Sampled, Sampler
 from grpo_ext.rollout.seeds import AttemptId
@@ -35,7 +38,6 @@ from grpo_ext.rollout.turn_engines import WaveEngine
 from grpo_ext.trainer.episodes import EpisodeRunner
 
 Row = dict[str, Any]
-Logprobs = list[list[float | None]]
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a row that TRL does not pass to rewards under their own name."""
 
@@ -50,7 +52,6 @@ class RolloutRequest:
         prompt_ids: tokens of the prompts; empty where environments are played.
         attempts: identity of each row's attempt.
         limit: most tokens of a completion.
-        limits: of each attempt at an environment; None where none is played.
         version: number of the weights that sample, as published to the sampler; None: the policy's own.
         step: optimizer steps that made these weights.
         fields: further inputs of a model that takes images, by row.
@@ -64,13 +65,48 @@ class RolloutRequest:
     prompt_ids: list[list[int]]
     attempts: Sequence[AttemptId]
     limit: int
-    limits: AttemptLimits | None
     version: int | None
     step: int
     fields: Mapping[str, Any] = field(default_factory=dict)
     group: int = 1
     trains: bool = True
     records: bool = True
+
+
+class Hooks(Protocol):
+    """A trainer as what makes its rollouts sees it: TRL's hooks, which a subclass may override, and where it is."""
+
+    args: GRPOExtConfig
+    accelerator: Accelerator
+    state: TrainerState
+    train_dataset: Any
+    environments: Any  # TRL's, of the rows that are completed now
+
+    @property
+    def generation_number(self) -> int:
+        """Number of the generation that begins to train, from 0."""
+
+    def attempt_ids(self, count: int) -> list[AttemptId]:
+        """Return the ids of this process's next attempts."""
+
+    def attempts_of(self, generation: int, count: int) -> list[AttemptId]:
+        """Return the ids of this process's attempts of a generation."""
+
+    def prompts_of(self, rows: Sequence[Row]) -> list[Any]:
+        """Return the prompts of rows as the model gets them."""
+
+    def push_weights(self) -> None:
+        """Give vLLM the policy's weights if it has older ones."""
+
+    def _tokenize_prompts(self, prompts: list) -> Tokenized: ...
+
+    def _generate(self, prompts: list) -> Generated: ...
+
+    def _calculate_rewards(
+        self, inputs: list[Row], prompts: list, completions: list, completion_ids_list: list[list[int]]
+    ) -> Tensor: ...
+
+    def _get_train_sampler(self) -> Any: ...
 
 
 class Source(Protocol):
@@ -81,6 +117,10 @@ class Source(Protocol):
 
     def turns(self, request: RolloutRequest) -> AbstractContextManager[TurnEngine]:
         """Return what samples the turns of conversations with environments."""
+
+
+def _untimed(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class PublishedWeights:
@@ -108,15 +148,15 @@ class PublishedWeights:
         yield WaveEngine(sample, request.step, request.attempts, waits=self.waits)
 
 
+@dataclass
 class RolloutWorker:
     """Completes and scores the rows of requests.
 
-    Args:
+    Attributes:
         source: samples.
         scorers: what scores by each reward function, by its name.
-        processing_class: of the trainer, or a copy: two threads must not use one tokenizer.
-        ends: tokens that end a completion, with padding.
-        eos_token_id: fills an empty completion.
+        processing_class: tokenizer or processor of the policy.
+        limits: of an episode, and the tokens that end a turn.
         episode_runner: environments, if there are any.
         options: `chat_template_kwargs`.
         loop: TRL's event loop, where a reward is async.
@@ -124,25 +164,30 @@ class RolloutWorker:
         timed: entered around the call of each reward function, with its name.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        scorers: Mapping[str, Scorer],
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-        *,
-        ends: Collection[int],
-        eos_token_id: int,
-        episode_runner: EpisodeRunner | None = None,
-        options: Mapping[str, Any] | None = None,
-        loop: AbstractEventLoop | None = None,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
-    ) -> None:
-        self.source, self.scorers, self.ends, self.episode_runner = source, scorers, ends, episode_runner
-        self.eos_token_id, self.options, self.loop = eos_token_id, options or {}, loop
-        self.waiting, self.timed = waiting, timed
-        self._processing: Any = processing_class
-        self._tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+    source: Source
+    scorers: Mapping[str, Scorer]
+    processing_class: Any
+    limits: AttemptLimits
+    episode_runner: EpisodeRunner | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    loop: AbstractEventLoop | None = None
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    timed: Callable[[str], AbstractContextManager[None]] = _untimed
+
+    @property
+    def ends(self) -> set[int]:
+        """Tokens that end a completion, with padding."""
+        return {*self.limits.ends, self.tokenizer.pad_token_id}
+
+    def in_background(self, source: Source) -> "RolloutWorker":
+        """Return a worker for another thread, with a tokenizer of its own: two threads must not use one."""
+        processing_class = copy.deepcopy(self.processing_class)
+        return replace(self, source=source, processing_class=processing_class, waiting=nullcontext, timed=_untimed)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, also of a processor."""
+        return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     def complete(self, request: RolloutRequest) -> RolloutBatch:
         """Sample the completions of a request, or play its environments, whose log-probabilities come later.
@@ -150,8 +195,9 @@ class RolloutWorker:
         They are used where all processes know them.
         """
         began = time.monotonic()
-        made = self._sampled(request) if self.episode_runner is None else self._played(request, self.episode_runner)
-        return replace(made, seconds=time.monotonic() - began)
+        runner = self.episode_runner
+        rollouts = self._sampled(request) if runner is None else self._played(request, runner)
+        return replace(rollouts, seconds=time.monotonic() - began)
 
     def score(self, columns: Mapping[str, Any], ready: Mapping[str, Scores] | None = None) -> dict[str, Scores]:
         """Return the scores by each function, those that are `ready` as they are; models score on the main thread."""
@@ -167,7 +213,7 @@ class RolloutWorker:
         ids = [list(one.ids) for one in sampled]
         known = request.records and all(one.logps is not None for one in sampled)
         logprobs = [list(one.logps or ()) for one in sampled] if known else None
-        fill_empty(ids, logprobs, self.eos_token_id)
+        fill_empty(ids, logprobs, self.tokenizer.eos_token_id)
         return ids, logprobs, [one.kept for one in sampled if one.kept is not None and request.trains]
 
     def _sampled(self, request: RolloutRequest) -> RolloutBatch:
@@ -177,29 +223,27 @@ class RolloutWorker:
         return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, kept)
 
     def _played(self, request: RolloutRequest, episode_runner: EpisodeRunner) -> RolloutBatch:
-        assert request.limits is not None
-        renderer = Renderer(self._tokenizer, self.options)
+        renderer = Renderer(self.tokenizer, self.options)
         with self.source.turns(request) as engine:
-            asked = request.rows, request.attempts, engine, request.limits, renderer
-            played = episode_runner.play(*asked, self.waiting)
+            rows = request.rows, request.attempts
+            played = episode_runner.play(*rows, engine, self.limits, renderer, self.waiting)
         trajectories = [trajectory for trajectory, _ in played]
-        made = batch(trajectories, self.ends, logprobs=False)
-        fill_empty(made.completion_ids, None, self.eos_token_id)
-        texts = self._texts(request.prompts, made.prompt_ids, made.completion_ids)
-        lists = made.prompt_ids, made.completion_ids, made.tool_mask
+        columns = batch(trajectories, self.ends, logprobs=False)
+        fill_empty(columns.completion_ids, None, self.tokenizer.eos_token_id)
+        texts = self._texts(request.prompts, columns.prompt_ids, columns.completion_ids)
+        lists = columns.prompt_ids, columns.completion_ids, columns.tool_mask
         seen, extra = completions_seen(trajectories, texts), {COLUMN: trajectories}
         generated = Generated(*lists, seen, None, extra, None, [])
         return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, played=played)
 
     def _texts(self, prompts: Sequence[Any], prompt_ids: list[list[int]], ids: list[list[int]]) -> list[Any]:
         """Decode completions as TRL does."""
-        if not is_conversational({"prompt": prompts[0]}):
-            return list(self._processing.batch_decode(ids, skip_special_tokens=True))
-        if splits_reasoning(self._tokenizer):
+        conversational = is_conversational({"prompt": prompts[0]})
+        if conversational and splits_reasoning(self.tokenizer):
             pairs = zip(ids, prompt_ids, strict=True)
-            return [[parse_response(self._tokenizer, one, prefix=prompt, tools=[])] for one, prompt in pairs]
-        texts = self._processing.batch_decode(ids, skip_special_tokens=True)
-        return [[{"role": "assistant", "content": text}] for text in texts]
+            return [[parse_response(self.tokenizer, one, prefix=prompt, tools=[])] for one, prompt in pairs]
+        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": text}] for text in texts] if conversational else list(texts)
 
 
 def columns_of(
@@ -211,10 +255,10 @@ def columns_of(
     environments: Sequence[Any] | None = None,
 ) -> dict[str, Any]:
     """Return what TRL passes to a reward function, without callbacks."""
-    given = {name: [row[name] for row in rows] for name in rows[0] if name not in _NOT_COLUMNS}
+    of_rows = {name: [row[name] for row in rows] for name in rows[0] if name not in _NOT_COLUMNS}
     batch_of = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
     of_trl = {} if environments is None else {"environments": environments}
-    return {**given, **batch_of, "trainer_state": state, **of_trl}
+    return {**of_rows, **batch_of, "trainer_state": state, **of_trl}
 
 
 class Submitted(NamedTuple):
@@ -256,18 +300,18 @@ class BackgroundWorker:
         self._completing = Background(worker.complete)
         self._scoring: Background[tuple[Asked, Future[RolloutBatch]], RolloutBatch] = Background(self._scored)
 
-    def _scored(self, given: tuple[Asked, Future[RolloutBatch]]) -> RolloutBatch:
-        (request, state), completed = given
-        made = completed.result()
-        began, generated = time.monotonic(), made.generated
+    def _scored(self, queued: tuple[Asked, Future[RolloutBatch]]) -> RolloutBatch:
+        (request, state), completed = queued
+        rollouts = completed.result()
+        began, generated = time.monotonic(), rollouts.generated
         assert generated is not None
         rows = [dict(row) for row in request.rows]
-        for row, (trajectory, _) in zip(rows, made.played, strict=False):
+        for row, (trajectory, _) in zip(rows, rollouts.played, strict=False):
             row[COLUMN] = trajectory
         prompts = [row["prompt"] for row in rows]
         columns = columns_of(rows, prompts, generated.completions, generated.completion_ids, state)
         scored = self.worker.score(columns)
-        return replace(made, scored=scored, seconds=made.seconds + time.monotonic() - began)
+        return replace(rollouts, scored=scored, seconds=rollouts.seconds + time.monotonic() - began)
 
     def submit(self, asked: Asked, made: RolloutBatch | None = None) -> Submitted:
         """Queue a request, or only the scoring of completions that were `made` before."""
@@ -291,28 +335,3 @@ class BackgroundWorker:
         """End both threads; requests that have not begun fail."""
         self._completing.close()
         self._scoring.close()
-
-
-def worker_of(
-    trainer: Any,
-    source: Source,
-    scorers: Mapping[str, Scorer],
-    *,
-    copies: bool,
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-    timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
-) -> RolloutWorker:
-    """Return a worker for a trainer, with a copy of its tokenizer if it is to run in the background."""
-    processing = trainer.processing_class
-    return RolloutWorker(
-        source,
-        scorers,
-        copy.deepcopy(processing) if copies else processing,
-        ends={*trainer.eos_token_ids, trainer._tokenizer.pad_token_id},
-        eos_token_id=trainer._tokenizer.eos_token_id,
-        episode_runner=trainer.episode_runner,
-        options=trainer.chat_template_kwargs,
-        loop=getattr(trainer, "async_loop", None),
-        waiting=waiting,
-        timed=timed,
-    )

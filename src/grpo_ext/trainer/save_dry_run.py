@@ -41,8 +41,8 @@ def _rehearse(model: Any, tokenizer: Any, processor: Any, args: GRPOExtConfig) -
     folder = Path(args.output_dir or ".") / SAVING / "trial"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if found := [*_unwritable(model, processor, folder), *_without_room(model, folder)]:
-            raise ConfigError(found)
+        if problems := [*_unwritable(model, processor, folder), *_without_room(model, folder)]:
+            raise ConfigError(problems)
         if isinstance(model, PeftModel) and (problem := _loaded_otherwise(model, tokenizer, folder, args)):
             raise ConfigError([problem])
     finally:

@@ -20,6 +20,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.errors import ConfigError, OutOfMemory, Problem
 from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.random_streams import random_state
+from grpo_ext.rollout.vllm.drift import DriftCheck
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 from grpo_ext.safe_reading import remove_link, write_text
 from grpo_ext.trainer import card, in_flight
@@ -30,6 +31,7 @@ from grpo_ext.trainer.checkpoints.choice import OBJECTIVE_FILE
 from grpo_ext.trainer.checkpoints.finish import CARD, FINISHED_FILE
 from grpo_ext.trainer.checkpoints.manifest import MANIFEST
 from grpo_ext.trainer.checkpoints.processes import agreed
+from grpo_ext.trainer.collector import Collector
 from grpo_ext.trainer.nan_report import check_weights
 from grpo_ext.trainer.nonfinite import NonFiniteGuard
 from grpo_ext.trainer.reference import InitialWeights, ReferenceCheck
@@ -39,17 +41,19 @@ class Saving(GRPOTrainer):
     """`trl.GRPOTrainer` that writes checkpoints and models whole or not at all.
 
     Attributes:
+        record: what defines the run that trains, for its checkpoints and evaluations.
         recipe_record: what defines the run, where a recipe does; else the trainer's own arguments do.
     """
 
     args: GRPOExtConfig
-    collector: Any
+    collector: Collector
     model: Any
     num_iterations: Any
     objective: Objective
+    record: Mapping[str, Any] | None = None
     recipe_record: Mapping[str, Any] | None = None
     _advantages: Advantages
-    _drift: Any
+    _drift: DriftCheck | None
     _ends_early = False
     """True while a run is ended early: its checkpoint must hold what a resume needs, also with `save_only_model`."""
     _epoch_began = (0, 0)
@@ -59,7 +63,6 @@ class Saving(GRPOTrainer):
     _initial: InitialWeights | None = None
     """Those of an adapter, which are its reference."""
     _metrics: dict[str, defaultdict[str, list[float]]]
-    _record: Mapping[str, Any] | None = None
     _reference_check: ReferenceCheck
     _resumed: state.Resumed | None = None
 
@@ -169,8 +172,8 @@ class Saving(GRPOTrainer):
         elif step and not saved:
             self._writer.go_back()
             self._save_checkpoint(self.model, trial=None)
-        kept = f"The run can be resumed from {folder}." if step else "No step had been made."
-        error.args = (f"{error}\n{kept}",)
+        advice = f"The run can be resumed from {folder}." if step else "No step had been made."
+        error.args = (f"{error}\n{advice}",)
 
     def _out_of_memory(self, error: Exception) -> OutOfMemory:
         """Return the error that ends a run which has too little memory.
@@ -178,19 +181,19 @@ class Saving(GRPOTrainer):
         A checkpoint of the last whole step is saved by a run of one process, unless the optimizer was changing
         weights.
         """
-        found = OutOfMemory(f"After step {self.state.global_step} of {self.state.max_steps}", error)
+        failure = OutOfMemory(f"After step {self.state.global_step} of {self.state.max_steps}", error)
         if self.accelerator.num_processes > 1 or self._guard.updating:
-            return found
+            return failure
         clear_frames(error.__traceback__)  # what the step has computed
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
         try:
-            self._save_and_explain(found)
+            self._save_and_explain(failure)
         except Exception as trouble:
-            found.args = (f"{found}\nNo checkpoint could be saved: {trouble}",)
-        return found
+            failure.args = (f"{failure}\nNo checkpoint could be saved: {trouble}",)
+        return failure
 
     # Files.
 
@@ -220,7 +223,7 @@ class Saving(GRPOTrainer):
         facts = {"step": self.state.global_step, "max_steps": self.state.max_steps}
         final = Path(output_dir)
         with self._writer.reporting(final / FINISHED_FILE, final):
-            self._writer.attempt_shared(self._writer.finish, final, self._record or {}, facts)
+            self._writer.attempt_shared(self._writer.finish, final, self.record or {}, facts)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as TRL does; outside a checkpoint with whole weights, also where an engine shards them."""
@@ -288,7 +291,7 @@ class Saving(GRPOTrainer):
         rank, main = self.accelerator.process_index, self.accelerator.is_main_process
         self._write_objective(folder)
         if self.args.should_save:
-            identity.write_record(folder, self._record or {})
+            identity.write_record(folder, self.record or {})
             if self._initial is not None:
                 self._initial.write(folder)
         epoch, began = self._epoch_began
@@ -297,8 +300,8 @@ class Saving(GRPOTrainer):
         state.write_reference(folder, rank, self._followed_reference(), saves=self.args.should_save)
         if (ahead := self.collector.ahead) is not None:
             replaces = self.collector.dynamic is not None and self.args.should_save
-            made = ahead.in_flight(waits=not self._ends_early, replaces=replaces)
-            in_flight.write(folder, rank, made)
+            windows = ahead.in_flight(waits=not self._ends_early, replaces=replaces)
+            in_flight.write(folder, rank, windows)
 
     def _write_objective(self, folder: Path) -> None:
         """Write the resolved loss beside a model."""

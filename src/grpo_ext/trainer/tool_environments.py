@@ -10,46 +10,49 @@ from grpo_ext.errors import DataError, Problem
 _NO_TOOLS = ("reset", "get_reward")
 
 
-def begin(trainer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> list[Any]:
-    """Give each row the tools that TRL's loop calls, and return the prompts with the environments' observations.
+def named(rows: Sequence[Mapping[str, Any]], factories: Any, *, several: bool) -> list[str | None]:
+    """Return the environment that each row names where there are `several`.
 
     Raises:
         DataError: a row names an environment that there is not.
     """
-    factories = trainer.environment_factories
-    if factories is not None:
-        names = [row.get("environment") if trainer._multi_environment else None for row in rows]
-        if unknown := [name for name in names if name not in factories]:
-            reason, cure = "not among the environments of environment_factory", f"Name one of {', '.join(factories)}."
-            raise DataError([Problem("column 'environment'", unknown[0], reason, cure)])
-        trainer._batch_environments, trainer.environments = names, _instances(trainer, names)
-    if trainer.tools:
-        each = trainer.environments or [None] * len(rows)
-        tools = [[*trainer._standalone_tools, *_methods(environment)] for environment in each]
-        trainer._sync_tool_dicts, trainer._async_tool_dicts = (
-            [{tool.__name__: tool for tool in row if inspect.iscoroutinefunction(tool) is waits} for row in tools]
-            for waits in (False, True)
-        )
-    if factories is None:
-        return list(prompts)
-    left_out = ("environment",) if trainer._multi_environment else ()
-    asked = zip(trainer.environments, rows, prompts, strict=True)
+    names = [row.get("environment") if several else None for row in rows]
+    if unknown := [name for name in names if name not in factories]:
+        reason, cure = "not among the environments of environment_factory", f"Name one of {', '.join(factories)}."
+        raise DataError([Problem("column 'environment'", unknown[0], reason, cure)])
+    return names
+
+
+def instances(names: Sequence[str | None], factories: Any, pool: Mapping[Any, list[Any]]) -> list[Any]:
+    """Return an instance for each name from TRL's pool, which grows where it has too few."""
+    taken, environments = Counter[str | None](), []
+    for name in names:
+        if taken[name] == len(pool[name]):
+            pool[name].append(factories[name]())
+        environments.append(pool[name][taken[name]])
+        taken[name] += 1
+    return environments
+
+
+def tools_by_row(standalone: Sequence[Any], environments: Sequence[Any]) -> tuple[list[dict], list[dict]]:
+    """Return the tools of each row by name, first those that are not async: `standalone`, and its environment's."""
+    tools = [[*standalone, *_methods(environment)] for environment in environments]
+    sync, waits = (
+        [{tool.__name__: tool for tool in row if inspect.iscoroutinefunction(tool) is waits} for row in tools]
+        for waits in (False, True)
+    )
+    return sync, waits
+
+
+def observed(
+    rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any], environments: Sequence[Any], *, several: bool
+) -> list[Any]:
+    """Reset the environment of each row, and return the prompts with what they observe."""
+    left_out = ("environment",) if several else ()
     return [
         _observed(environment.reset(**{k: v for k, v in row.items() if k not in left_out}), prompt)
-        for environment, row, prompt in asked
+        for environment, row, prompt in zip(environments, rows, prompts, strict=True)
     ]
-
-
-def _instances(trainer: Any, names: Sequence[str | None]) -> list[Any]:
-    """Return an instance for each name from TRL's pool, which grows where it has too few."""
-    taken, found = Counter[str | None](), []
-    for name in names:
-        pool = trainer._environment_pool[name]
-        if taken[name] == len(pool):
-            pool.append(trainer.environment_factories[name]())
-        found.append(pool[taken[name]])
-        taken[name] += 1
-    return found
 
 
 def _methods(environment: Any) -> list[Any]:

@@ -29,7 +29,7 @@ from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.train import leave_process_group
-from grpo_ext.trainer.token_budget import SHARDED
+from grpo_ext.trainer.scoring import SHARDED
 from support import interrupted, poisoned, tiny, trainers, tuners, worlds
 from support.dealt import AT_A_TIME, LIMITS, SAMPLES, dealing
 from support.dealt import rows as dealt_rows
@@ -250,10 +250,10 @@ def references(model: str, output: str, *names: str) -> None:
         one = build(model, Path(output) / name, [unit_interval], peft_config=tuners.TUNERS[name](), **settings)
         one.train()
         with one._initial.replacing(one._unwrapped):
-            reference = one._made_up_logps(one.model)
+            reference = one._reference_check.score(one.model)
         far = [
             (logps - one._reference_check.first).abs().max().item()
-            for logps in (reference, one._made_up_logps(one.model))
+            for logps in (reference, one._reference_check.score(one.model))
         ]
         log = [row for row in one.state.log_history if "kl" in row]
         found[name] = [row["grad_norm"] for row in log], [row["kl"] for row in log], *far

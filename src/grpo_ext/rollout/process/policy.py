@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from trl.distributed import DistributedBackend
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.process_engine import samples_in_process
@@ -69,7 +70,8 @@ def policy_problems(model: Policy) -> Iterator[Problem]:
 
 
 def _sharding(trainer: GRPOTrainer) -> Iterator[Problem]:
-    if is_quantised(cast(nn.Module, trainer.model)) and (trainer._dist.is_fsdp or trainer._dist.is_zero3):
+    backend = DistributedBackend(trainer.accelerator)
+    if is_quantised(cast(nn.Module, trainer.model)) and (backend.is_fsdp or backend.is_zero3):
         reason = "packed weights that are split over processes cannot be unpacked for the process"
         yield Problem("rollout_engine", "process", reason, "Launch by --accelerate_config ddp or zero2.")
 
@@ -83,7 +85,7 @@ def _launch(args: GRPOExtConfig) -> Iterator[Problem]:
 
 def _weights(trainer: GRPOTrainer) -> Iterator[tuple[str, Tensor]]:
     """Yield the present weights and buffers of the policy, under the names of the model without adapters."""
-    model, gather = _unwrapped(trainer), cast(Gather, trainer._dist.gather_params)
+    model, gather = _unwrapped(trainer), cast(Gather, DistributedBackend(trainer.accelerator).gather_params)
     yield from effective_weights(model, policy_dtype(model), Rounding(), gather, trainer.accelerator.device)
     for prefix, _, module in places(base_model(model)):
         for name, buffer in module.named_buffers(recurse=False):
@@ -109,7 +111,7 @@ def _start(trainer: GRPOTrainer, args: GRPOExtConfig, kind: type) -> Start:
     decoding = Decoding(
         config=copy.deepcopy(trainer.generation_config),
         ends=frozenset(trainer.eos_token_ids),
-        pad=trainer._tokenizer.pad_token_id,
+        pad=cast(int, trainer.generation_config.pad_token_id),
         multiple=cast(int | None, trainer.pad_to_multiple_of),
         keeps=scores_kept_sets(args),
     )

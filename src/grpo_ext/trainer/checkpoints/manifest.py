@@ -142,17 +142,13 @@ def _read(path: Path) -> dict[str, Any] | str:
 def wrong_entry(files: Mapping[str, Any]) -> str | None:
     """Return a message about the first malformed entry, or the first of a file outside the folder; None if sound."""
     for name, entry in files.items():
-        if not _is_inside(name):
+        path = PureWindowsPath(name)  # which splits at both kinds of slash
+        if not path.parts or path.anchor or ".." in path.parts or "\0" in name:
             return f"names a file outside of its folder: {name!r}"
         sound = isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
         if not sound:
             return f"has no size and sha256 for {name!r}"
     return None
-
-
-def _is_inside(name: str) -> bool:
-    path = PureWindowsPath(name)  # which splits at both kinds of slash
-    return bool(path.parts) and not path.anchor and ".." not in path.parts and "\0" not in name
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -114,15 +114,15 @@ def _repeated(output_dir: Path, asked: object) -> str:
 
 def _going_back(output_dir: Path, wanted: str) -> Beginning:
     """Return a beginning at `wanted`, with the request to move aside what is newer."""
-    checkpoint = None if wanted == FRESH_START else named(Path(wanted))
-    step = -1 if checkpoint is None else _last_kept(Path(checkpoint), output_dir)
+    checkpoint, step = None if wanted == FRESH_START else named(Path(wanted)), -1
+    if checkpoint is not None:
+        folder = Path(checkpoint)
+        if output_dir.resolve() in (
+            folder.parent.resolve(),
+            folder.resolve().parent,
+        ):  # of this folder, also by a link
+            step = recorded_step(folder) or -1
     return Beginning(checkpoint, request=Request(wanted, step))
-
-
-def _last_kept(checkpoint: Path, output_dir: Path) -> int:
-    """Return the step of a checkpoint of this folder, also by a link; -1 for one of another folder."""
-    inside = output_dir.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
-    return (recorded_step(checkpoint) or -1) if inside else -1
 
 
 def make_room(args: GRPOExtConfig, begin: Beginning) -> str | None:

@@ -79,15 +79,13 @@ def not_held_out(history: History) -> str:
     ends = [(name, found, history.evaluations.get(f"{name}_high", [])) for name, found in history.evaluations.items()]
     shares = [(name, found[0], found[-1], high[-1]) for name, found, high in ends if high and len(found) > 1]
     shares = [share for share in shares if share[1] <= _ROOM]
-    if climbed < _CLIMBED or any(high - first > climbed / 3 * _deviation(first) for _, first, _, high in shares):
+    # deviations of single completions, not below that of a share of one in a hundred
+    deviations = [math.sqrt(max(first * (1 - first), 0.0099)) for _, first, _, _ in shares]
+    rises = [high - first for _, first, _, high in shares]
+    if climbed < _CLIMBED or any(rise > climbed / 3 * d for rise, d in zip(rises, deviations, strict=True)):
         return ""
     found = [f"{name} {first:.3g} to {last:.3g} (at most {high:.3g})" for name, first, last, high in shares]
     return f"reward {before:.3g} to {after:.3g}; {', '.join(found)}" if found else ""
-
-
-def _deviation(share: float) -> float:
-    """Return that of single completions of which this share is right, not below that of one in a hundred."""
-    return math.sqrt(max(share * (1 - share), 0.0099))
 
 
 def agent_fails(history: History) -> str:
