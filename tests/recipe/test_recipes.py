@@ -196,6 +196,8 @@ def header(path: Path) -> dict[str, str]:
 
 
 def loss_in_the_name(name: str) -> str:
+    if name in ("quickstart/distill", "quickstart/opsd"):
+        return "dr_grpo"  # named by what stands beside it
     return max((loss for loss in WITH_RECIPES if loss in re.split("[-/]", name)), key=len, default="grpo")
 
 

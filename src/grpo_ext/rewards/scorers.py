@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from grpo_ext.config.weight_schedule import weight_at
 from grpo_ext.rewards.calls import LATE, Calls, call, call_async
 from grpo_ext.rewards.columns import Columns, row_count, take
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.failures import nan_warning
 from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts
-from grpo_ext.rewards.schedule import weight_at
 from grpo_ext.rewards.signatures import callable_name, is_async
 from grpo_ext.rewards.workers.pool import Outcome, Status
 from grpo_ext.waiting import SIGNALLED, Interrupted
