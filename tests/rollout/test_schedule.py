@@ -25,30 +25,30 @@ class Worker:
             self.weights[orders.publish] = now
         assert list(orders.submit) == list(range(self.last + 1, self.last + 1 + len(orders.submit))), "out of order"
         self.last += len(orders.submit)
-        self.queue += [(window, orders.publish) for window in orders.submit]
+        self.queue += [(generation, orders.publish) for generation in orders.submit]
         self.most = max(self.most, len(self.weights))
 
     def work(self, until=None):
-        """Sample as long as the queue lasts and chance wills it, or until a window is done."""
+        """Sample as long as the queue lasts and chance wills it, or until a generation is done."""
         while self.queue and (until not in self.done if until is not None else self.chance() < 0.5):
-            window, version = self.queue.pop(0)
+            generation, version = self.queue.pop(0)
             assert version in self.weights, "no such weights"
-            self.done[window] = self.weights[version]
+            self.done[generation] = self.weights[version]
 
 
-def train(ahead, windows, first, finished, chance, make=Schedule):
-    """Train a run; return for each window the age of the weights that sampled it; None: of a checkpoint."""
-    in_flight = {window: window - ahead for window in range(first, first + finished)}
-    plan, worker, ages = make(ahead, windows, first, in_flight), Worker(chance, first + finished), {}
-    for window in range(first, windows):
-        worker.obey(plan.before(window), now=window)
-        worker.work(until=window)
-        known = first <= window < first + finished
-        assert known or window in worker.done, "deadlock: it was never submitted"
-        assert known or plan.version(window) in worker.weights, "no such weights for replacements"
-        assert not known or plan.version(window) == window - ahead
-        ages[window] = None if known else window - worker.done[window]
-        worker.obey(plan.after(window), now=window)
+def train(ahead, generations, first, finished, chance, make=Schedule):
+    """Train a run; return for each generation the age of the weights that sampled it; None: of a checkpoint."""
+    in_flight = {generation: generation - ahead for generation in range(first, first + finished)}
+    plan, worker, ages = make(ahead, generations, first, in_flight), Worker(chance, first + finished), {}
+    for generation in range(first, generations):
+        worker.obey(plan.before(generation), now=generation)
+        worker.work(until=generation)
+        known = first <= generation < first + finished
+        assert known or generation in worker.done, "deadlock: it was never submitted"
+        assert known or plan.version(generation) in worker.weights, "no such weights for replacements"
+        assert not known or plan.version(generation) == generation - ahead
+        ages[generation] = None if known else generation - worker.done[generation]
+        worker.obey(plan.after(generation), now=generation)
         worker.work()
     assert not worker.queue, "sampled for nothing"
     assert not worker.weights, "never forgotten"
@@ -56,20 +56,20 @@ def train(ahead, windows, first, finished, chance, make=Schedule):
     return ages
 
 
-def check(ahead, windows, first, finished, chance, make=Schedule):
-    ages = train(ahead, windows, first, finished, chance, make)
-    assert list(ages) == list(range(first, windows))
-    for window, age in ages.items():
-        if window >= first + finished:
-            assert age == min(ahead, window - first), (ahead, windows, first, finished, window)
+def check(ahead, generations, first, finished, chance, make=Schedule):
+    ages = train(ahead, generations, first, finished, chance, make)
+    assert list(ages) == list(range(first, generations))
+    for generation, age in ages.items():
+        if generation >= first + finished:
+            assert age == min(ahead, generation - first), (ahead, generations, first, finished, generation)
 
 
 def schedules(runs, seed=0):
     r = random.Random(seed)
     for _ in range(runs):
         ahead, first = r.randint(1, 5), r.randint(0, 7)
-        windows = first + r.randint(1, 9)
-        yield ahead, windows, first, min(r.choice((0, ahead)), windows - first), r.random
+        generations = first + r.randint(1, 9)
+        yield ahead, generations, first, min(r.choice((0, ahead)), generations - first), r.random
 
 
 @pytest.mark.parametrize("runs", [2_000, pytest.param(RUNS, marks=pytest.mark.slow)])
@@ -80,8 +80,8 @@ def test_each_window_is_sampled_once_in_order_by_weights_that_are_k_windows_old(
 
 def test_the_table_of_two_windows_ahead():
     plan, found = Schedule(2, 5), []
-    for window in range(5):
-        found.append((plan.before(window), plan.after(window)))
+    for generation in range(5):
+        found.append((plan.before(generation), plan.after(generation)))
     assert found == [
         (Orders((), 0, range(0, 3)), Orders([])),
         (Orders(), Orders([], 1, range(3, 4))),
@@ -103,21 +103,21 @@ def test_windows_that_a_checkpoint_has_lost_are_sampled_when_the_next_one_begins
 
 
 class Older(Schedule):
-    """Submits a window later than it should."""
+    """Submits a generation later than it should."""
 
-    def _submit(self, window):
+    def _submit(self, generation):
         self.ahead, ahead = self.ahead - 1, self.ahead
-        orders = super()._submit(window)
+        orders = super()._submit(generation)
         self.ahead = ahead
         return orders
 
 
 def changed(change):
-    """A schedule whose orders after a window are changed."""
+    """A schedule whose orders after a generation are changed."""
 
     class Changed(Schedule):
-        def after(self, window):
-            return change(super().after(window), self)
+        def after(self, generation):
+            return change(super().after(generation), self)
 
     return Changed
 
@@ -133,7 +133,7 @@ BROKEN = {
     "order": (changed(lambda o, _: Orders(o.forget, o.publish, [n + 1 for n in o.submit])), "out of order"),
     "all": (changed(lambda o, _: Orders(o.forget)), "never submitted"),
     "end": (
-        lambda ahead, windows, first, in_flight: Schedule(ahead, windows + 1, first, in_flight),
+        lambda ahead, generations, first, in_flight: Schedule(ahead, generations + 1, first, in_flight),
         "for nothing|never",
     ),
     "forgotten": (changed(lambda o, _: Orders((), o.publish, o.submit)), "never forgotten"),

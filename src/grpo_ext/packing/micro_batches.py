@@ -58,16 +58,16 @@ def live_mask(inputs: Mapping[str, Any]) -> Tensor:
 # Groups stay together, and micro-batches are equally long.
 
 
-def regroup(micro_batches: Sequence[MicroBatch], window: int, skip_silent: bool = False) -> list[MicroBatch]:
+def regroup(micro_batches: Sequence[MicroBatch], accumulation: int, skip_silent: bool = False) -> list[MicroBatch]:
     """Arrange the same rows in as many micro-batches of the same size, with groups together and little padding.
 
-    Each optimizer step (`window` micro-batches) keeps its rows; within it, rows of one prompt stay together and
+    Each optimizer step (`accumulation` micro-batches) keeps its rows; within it, rows of one prompt stay together and
     micro-batches get about the same number of tokens to compute. With `skip_silent`, rows without an advantage count
     as free.
     """
     batches = []
-    for begin in range(0, len(micro_batches), window):
-        step = micro_batches[begin : begin + window]
+    for begin in range(0, len(micro_batches), accumulation):
+        step = micro_batches[begin : begin + accumulation]
         together = _joined(step)
         prompt_mask = together["prompt_mask"].cpu().numpy()
         groups = groups_of(together["prompt_ids"].cpu().numpy(), prompt_mask)

@@ -1,8 +1,8 @@
 """Generations are sampled and scored while earlier ones train (`rollout_ahead`).
 
-`rollout.schedule` decides which weights sample which generation, and when; it calls a generation a window. Here its
-orders are carried out: the rows of later windows are drawn as the dataloader will draw them, weights are published,
-requests go to the background, and a window that begins to train is taken from there.
+`rollout.schedule` decides which weights sample which generation, and when. Here its orders are carried out: the rows
+of later generations are drawn as the dataloader will draw them, weights are published, requests go to the background,
+and a generation that begins to train is taken from there.
 """
 
 import copy
@@ -48,31 +48,31 @@ class Running:
 
     Attributes:
         schedule: who samples what, and when.
-        drawn: numbers of the rows of each later window, of all processes.
+        drawn: numbers of the rows of each later generation, of all processes.
         background: completes and scores.
-        asked: windows that were submitted and not yet taken, each with its request, unless a checkpoint had it, and
-            with what is made of it.
-        window: the window that begins to train, until all its completions are known.
+        asked: generations that were submitted and not yet taken, each with its request, unless a checkpoint had it,
+            and with what is made of it.
+        generation: the generation that begins to train, until all its completions are known.
     """
 
     schedule: Schedule
     drawn: Iterator[list[int]]
     background: BackgroundWorker
     asked: dict[int, tuple[Asked | None, Submitted]] = field(default_factory=dict)
-    window: int | None = None
+    generation: int | None = None
 
 
 @dataclass
 class RolloutsAhead:
-    """The windows of a trainer that are sampled ahead, each by weights of exactly the same age.
+    """The generations of a trainer that are sampled ahead, each by weights of exactly the same age.
 
     Attributes:
         sampler: samples beside training.
         worker: of the main thread; the background gets a copy.
         runtime: the rewards' processes.
         times: the clock of a step, whose metrics get those of overlap too.
-        age: windows by which the weights that sampled the current window are older than the policy's.
-        kept: windows of the checkpoint that the run continues from, until its first window.
+        age: generations by which the weights that sampled the current generation are older than the policy's.
+        kept: generations of the checkpoint that the run continues from, until its first generation.
     """
 
     hooks: Hooks
@@ -83,7 +83,7 @@ class RolloutsAhead:
     age: int = 0
     kept: InFlight = field(default_factory=InFlight)
     _running: Running | None = None
-    _window: tuple[Sequence[AttemptId], RolloutBatch] | None = None
+    _generation: tuple[Sequence[AttemptId], RolloutBatch] | None = None
 
     @property
     def asked(self) -> Sequence[int]:
@@ -92,45 +92,45 @@ class RolloutsAhead:
 
     @contextmanager
     def taking(self, rows: Rows) -> Iterator[None]:
-        """Take the window that begins to train for a `with` block, and submit the next one behind it.
+        """Take the generation that begins to train for a `with` block, and submit the next one behind it.
 
         Raises:
             ConfigError: the dataloader has other rows.
             SamplerLost: or ServerLost, the sampler is lost on this or another process, or a signal ends the run.
         """
-        count, window = len(rows), self.hooks.generation_number
-        running = self._running = self._running or self._started(window, count)
-        running.window = window
-        self._obey(running, running.schedule.before(window), count)
-        self.age = window - running.schedule.version(window)
-        self._window = self.hooks.attempts_of(window, count), self._take(running, window, rows)
+        count, generation = len(rows), self.hooks.generation_number
+        running = self._running = self._running or self._started(generation, count)
+        running.generation = generation
+        self._obey(running, running.schedule.before(generation), count)
+        self.age = generation - running.schedule.version(generation)
+        self._generation = self.hooks.attempts_of(generation, count), self._take(running, generation, rows)
         yield
-        self._window, running.window = None, None
-        del running.asked[window]  # till here a lost sampler may end the run before the window trains
-        self._obey(running, running.schedule.after(window), count)
+        self._generation, running.generation = None, None
+        del running.asked[generation]  # till here a lost sampler may end the run before the generation trains
+        self._obey(running, running.schedule.after(generation), count)
 
     def finished(self, attempts: Sequence[AttemptId]) -> RolloutBatch | None:
         """Return what the background has made of attempts; None where they are made now."""
-        return self._window[1] if self._window is not None and self._window[0] == attempts else None
+        return self._generation[1] if self._generation is not None and self._generation[0] == attempts else None
 
     def version(self) -> int | None:
-        """Return the version that samples what is still missing of the window: groups that replace silent ones.
+        """Return the version that samples what is still missing of the generation: groups that replace silent ones.
 
         They are sampled, played and scored by this thread, when the background has ended all its work: rewards and
-        environments serve one thread. None outside of a window.
+        environments serve one thread. None outside of a generation.
         """
         running = self._running
-        if running is None or running.window is None:
+        if running is None or running.generation is None:
             return None
         running.background.wait()
-        version = running.schedule.version(running.window)
+        version = running.schedule.version(running.generation)
         if version not in self.sampler.versions:  # a server's, after a resume
-            version = running.window
+            version = running.generation
             self.sampler.publish(version)
         return version
 
     def wait(self) -> None:
-        """Wait for all windows in flight: rewards and environments serve one thread, that of an evaluation now."""
+        """Wait for all generations in flight: rewards and environments serve one thread, that of an evaluation now."""
         if self._running is not None:
             self._running.background.wait()
 
@@ -148,9 +148,9 @@ class RolloutsAhead:
         self._running = None
 
     def in_flight(self, *, waits: bool, replaces: bool) -> InFlight:
-        """Return what is in flight, when each window has been finished, or has failed.
+        """Return what is in flight, when each generation has been finished, or has failed.
 
-        With it the weights of windows that are still to be sampled, or whose silent groups may be replaced.
+        With it the weights of generations that are still to be sampled, or whose silent groups may be replaced.
 
         Args:
             waits: False where a run ends early, as by a signal: what is not there by now is sampled by these weights
@@ -160,46 +160,46 @@ class RolloutsAhead:
         running = self._running
         if running is None:
             return self.kept
-        windows, needed = list[tuple[int, RolloutBatch | None]](), set[int]()
+        generations, needed = list[tuple[int, RolloutBatch | None]](), set[int]()
         if waits or samples_by_server(self.hooks.args):
             running.background.wait()
-        for window, (_, submitted) in sorted(running.asked.items()):
-            version, rollouts = running.schedule.version(window), submitted.made()
+        for generation, (_, submitted) in sorted(running.asked.items()):
+            version, rollouts = running.schedule.version(generation), submitted.made()
             kept = None if rollouts is None else in_flight.to_be_kept(rollouts)
-            windows.append((version, kept))
+            generations.append((version, kept))
             needed |= {version} if replaces or kept is None else set()
         copies = {version: self.sampler.copy_of(version) for version in sorted(needed)}
         weights = {version: copy for version, copy in copies.items() if copy is not None}
-        return InFlight(windows, weights, min(running.asked, default=0))
+        return InFlight(generations, weights, min(running.asked, default=0))
 
     def _started(self, first: int, count: int) -> Running:
-        """Return the state of a run that begins or resumes with the window `first`, of `count` rows a process."""
+        """Return the state of a run that begins or resumes with the generation `first`, of `count` rows a process."""
         hooks, args, processes = self.hooks, self.hooks.args, self.hooks.accelerator.num_processes
         kept, self.kept = self.kept, InFlight()
-        kept = kept if kept.first == first else InFlight()  # the run ended between two windows
+        kept = kept if kept.first == first else InFlight()  # the run ended between two generations
         for version, weights in kept.weights.items():
             self.sampler.publish(version, weights)
         # a server has no older weights: what it had not finished, on any process, is sampled by those of now
-        known = list(takewhile(lambda its: its[1] is not None or its[0] in kept.weights, kept.windows))
+        known = list(takewhile(lambda its: its[1] is not None or its[0] in kept.weights, kept.generations))
         if processes > 1:  # pushes are collective, so all processes need the same orders
             known = known[: min(gather_object([len(known)]))]
         versions = {first + i: version for i, (version, _) in enumerate(known)}
         accumulation = args.gradient_accumulation_steps
         uses = int(args.steps_per_generation or 1) * args.num_iterations
-        windows = math.ceil(hooks.state.max_steps * accumulation / uses)
-        schedule = Schedule(args.rollout_ahead, windows, first, versions, list(kept.weights))
+        generations = math.ceil(hooks.state.max_steps * accumulation / uses)
+        schedule = Schedule(args.rollout_ahead, generations, first, versions, list(kept.weights))
         drawn = upcoming(hooks._get_train_sampler(), count * processes)
         source = PublishedWeights(self.sampler, waits=args.environment_waves == "turn")
         background = BackgroundWorker(self.worker.in_background(source))
         running = Running(schedule, islice(drawn, first, None), background)
-        for window, (version, finished) in zip(versions, known, strict=True):
+        for generation, (version, finished) in zip(versions, known, strict=True):
             if finished is None or not finished.scored:
-                # v_s was published, and this window asked for, when window s had been taken
+                # v_s was published, and this generation asked for, when generation s had been taken
                 published = version * uses // accumulation
-                self._submit(running, window, version, count, finished, min(published, hooks.state.global_step))
+                self._submit(running, generation, version, count, finished, min(published, hooks.state.global_step))
             else:
                 next(running.drawn)
-                running.asked[window] = None, done(finished)
+                running.asked[generation] = None, done(finished)
         return running
 
     def _obey(self, running: Running, orders: Orders, count: int) -> None:
@@ -208,22 +208,22 @@ class RolloutsAhead:
         if orders.publish is None:
             return
         with self.times.during("weight_push"):
-            if samples_by_server(self.hooks.args):  # it replaces the weights of windows that are not yet sampled
+            if samples_by_server(self.hooks.args):  # it replaces the weights of generations that are not yet sampled
                 running.background.wait_for_samples()
             self.sampler.publish(orders.publish)
-        for window in orders.submit:
-            self._submit(running, window, orders.publish, count)
+        for generation in orders.submit:
+            self._submit(running, generation, orders.publish, count)
 
     def _submit(
         self,
         running: Running,
-        window: int,
+        generation: int,
         version: int,
         count: int,
         finished: RolloutBatch | None = None,
         step: int | None = None,
     ) -> None:
-        """Ask for a window; only for its scores where its completions are there.
+        """Ask for a generation; only for its scores where its completions are there.
 
         Its reward functions see the state of the run at `step`, by default the present one.
         """
@@ -232,15 +232,15 @@ class RolloutsAhead:
         rows = [hooks.train_dataset[i] for i in next(running.drawn)[first : first + count]]
         prompts = copy.deepcopy([row["prompt"] for row in rows])
         ids = [] if self.worker.episode_runner is not None else hooks._tokenize_prompts(prompts)[0]
-        attempts, limit = hooks.attempts_of(window, count), int(self.hooks.args.max_completion_length or 0)
+        attempts, limit = hooks.attempts_of(generation, count), int(self.hooks.args.max_completion_length or 0)
         known = [row for row in state.log_history if row.get("step", 0) <= step]
         request = RolloutRequest(rows, prompts, ids, attempts, limit, version, step)
         queued = Asked(request, replace(state, global_step=step, log_history=known))
-        running.asked[window] = queued, running.background.submit(queued, finished)
+        running.asked[generation] = queued, running.background.submit(queued, finished)
 
-    def _take(self, running: Running, window: int, rows: Rows) -> RolloutBatch:
-        """Wait for the completions of the window that begins to train."""
-        queued, submitted = running.asked[window]
+    def _take(self, running: Running, generation: int, rows: Rows) -> RolloutBatch:
+        """Wait for the completions of the generation that begins to train."""
+        queued, submitted = running.asked[generation]
         if queued is not None and [row["prompt"] for row in queued.request.rows] != [row["prompt"] for row in rows]:
             reason = "the dataloader's rows are not those of the training set in the sampler's order"
             cure = "Remove it, or what changes rows or their order on the way."
@@ -249,7 +249,7 @@ class RolloutsAhead:
         with self.times.during("rollout"), failing_together():
             while not wait([submitted.finished], POLL_SECONDS).done:
                 if shutdown().is_set():
-                    raise SamplerLost(f"generation {window}, sampled ahead: {SIGNALLED}")
+                    raise SamplerLost(f"generation {generation}, sampled ahead: {SIGNALLED}")
             finished = submitted.finished.result()
         metrics["overlap/waited"].append(time.monotonic() - began)
         metrics["overlap/rollout_seconds"].append(finished.seconds)

@@ -97,9 +97,9 @@ class Generation:
         return [totals[step] for totals in self.added]
 
     def _step_of(self, inputs: MicroBatch) -> int | None:
-        window = len(self.micro_batches) // max(1, len(self.totals))
+        accumulation = len(self.micro_batches) // max(1, len(self.totals))
         places = (i for i, batch in enumerate(self.micro_batches) if batch is inputs and self.totals)
-        return next((i // window for i in places), None)
+        return next((i // accumulation for i in places), None)
 
 
 def arranged(
@@ -129,9 +129,9 @@ def without_known_old(batches: Sequence[MicroBatch], accelerator: Accelerator) -
 # Denominators.
 
 
-def counted(masks: Sequence[Tensor], window: int, accelerator: Accelerator) -> list[StepTotals]:
-    """Totals of each step of `window` micro-batches with these masks over all processes, in one reduction."""
-    local = [torch.stack(step_totals([*masks[i : i + window]])) for i in range(0, len(masks), window)]
+def counted(masks: Sequence[Tensor], accumulation: int, accelerator: Accelerator) -> list[StepTotals]:
+    """Totals of each step of `accumulation` micro-batches with these masks over all processes, in one reduction."""
+    local = [torch.stack(step_totals([*masks[i : i + accumulation]])) for i in range(0, len(masks), accumulation)]
     return [StepTotals(*row) for row in accelerator.reduce(torch.stack(local), reduction="sum")]
 
 

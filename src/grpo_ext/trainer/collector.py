@@ -69,7 +69,7 @@ class Collector:
 
     @property
     def age(self) -> int:
-        """Return by how many windows the weights that sampled the generation are older than the policy's."""
+        """Return by how many generations the weights that sampled the generation are older than the policy's."""
         return 0 if self.ahead is None else self.ahead.age
 
     def generation(self, rows: list[Row]) -> RolloutBatch:
@@ -199,7 +199,7 @@ class Collector:
         return WaveEngine(policy.sample, request.step, attempts, waits=waits, collective=policy.collective)
 
     def _published(self, sampler: Sampler) -> int:
-        """Return the version that samples now: the window's, or the present weights, published if they are new."""
+        """Return the version that samples now: the generation's, or the present weights, published if they are new."""
         if self.ahead is not None and (version := self.ahead.version()) is not None:
             return version
         step = int(self.hooks.state.global_step)
@@ -253,7 +253,7 @@ class Collector:
     # Before training, beside an evaluation, and at the end.
 
     def reset(self) -> None:
-        """Begin with the first window and the first fresh prompt."""
+        """Begin with the first generation and the first fresh prompt."""
         if self.dynamic is not None:
             self.dynamic.prompts.drawn = 0
         if self.ahead is not None:

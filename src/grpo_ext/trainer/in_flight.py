@@ -37,19 +37,19 @@ class InFlight:
     """Generations in the order in which they train.
 
     Attributes:
-        windows: of each the version of the weights that sample it, and its completions, if it has them.
+        generations: of each the version of the weights that sample it, and its completions, if it has them.
         weights: weights by version.
-        first: number of the first window.
+        first: number of the first generation.
     """
 
-    windows: Sequence[tuple[int, RolloutBatch | None]] = ()
+    generations: Sequence[tuple[int, RolloutBatch | None]] = ()
     weights: dict[int, Weights] = field(default_factory=dict)
     first: int = 0
 
 
 def write(folder: Path, rank: int, in_flight: InFlight) -> None:
     """Write this process's part."""
-    content = {"windows": list(in_flight.windows), "weights": in_flight.weights, "first": in_flight.first}
+    content = {"windows": list(in_flight.generations), "weights": in_flight.weights, "first": in_flight.first}
     torch.save(content, _file(folder, rank))
 
 

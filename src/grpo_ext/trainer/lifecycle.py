@@ -66,7 +66,7 @@ class Lifecycle(Resuming):
         self._guard = NonFiniteGuard(self, self._metrics["train"], self._tokenizer, self._dump)
         self._eval_rows = EvalRows()
 
-    def _dump(self, window: Sequence[ObservedBatch]) -> dict[str, Any]:
+    def _dump(self, observed: Sequence[ObservedBatch]) -> dict[str, Any]:
         """Return this process's micro-batches of a step in which NaN or inf was found, and what they belong to."""
         origin = {
             "grpo_ext": __version__,
@@ -80,11 +80,11 @@ class Lifecycle(Resuming):
             "reward_names": list(self.reward_func_names),
             "reward_weights": self.reward_weights.tolist(),
         }
-        if not window:
+        if not observed:
             return origin
-        totals = self._generation.totals_of(cast(MicroBatch, window[0].inputs))
+        totals = self._generation.totals_of(cast(MicroBatch, observed[0].inputs))
         origin["totals"] = None if totals is None else torch.stack(list(totals)).cpu()
-        return origin | {"micro_batches": [on_cpu({**seen.inputs, **seen.computed}) for seen in window]}
+        return origin | {"micro_batches": [on_cpu({**seen.inputs, **seen.computed}) for seen in observed]}
 
     # Training.
 

@@ -183,7 +183,7 @@ class LossHooks(RolloutHooks):
 
     @property
     def _proximal_share(self) -> float:
-        """Alpha of `sampler_correction.interpolated` for the present step of the window."""
+        """Alpha of `sampler_correction.interpolated` for the present step of the generation."""
         size, before = self.args.gradient_accumulation_steps, self.collector.age * self._uses
         since = self._step % self._uses // size * size
         return before / (before + since) if before else 0.0

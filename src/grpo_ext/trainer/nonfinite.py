@@ -52,7 +52,7 @@ class NonFiniteGuard:
     Attributes:
         skipped: skipped steps since training began.
         requested: the signal that one of the processes received, 0 for none; the same on all processes.
-        window: micro-batches of the current optimizer step.
+        observed: micro-batches of the current optimizer step.
         updating: whether the optimizer may be changing the weights; the end of the step resets it.
     """
 
@@ -69,7 +69,7 @@ class NonFiniteGuard:
 
     def start(self) -> None:
         """Reset before a call of `train`."""
-        self.window: deque[ObservedBatch] = deque()
+        self.observed: deque[ObservedBatch] = deque()
         self._bad: Tensor | None = None
         self._computed: dict[str, Tensor] = {}
         self.skipped = self._in_a_row = self.requested = 0
@@ -95,9 +95,9 @@ class NonFiniteGuard:
         """Flag a micro-batch; return the loss for the backward pass."""
         micro_batch = ObservedBatch(inputs, {**self._computed, "loss": loss.detach()})
         self._computed = {}
-        self.window.append(micro_batch)
-        while len(self.window) > self.trainer.current_gradient_accumulation_steps:
-            self.window.popleft()
+        self.observed.append(micro_batch)
+        while len(self.observed) > self.trainer.current_gradient_accumulation_steps:
+            self.observed.popleft()
         bad = micro_batch.bad()
         self._bad = bad if self._bad is None else self._bad | bad
         engine_skips = self._deepspeed or self.trainer.accelerator.scaler is not None  # bad steps, by itself
@@ -158,7 +158,7 @@ class NonFiniteGuard:
             in_a_forward = any(forward for forward, *_ in verdicts)
             self._unsound(named, mine=bool(verdicts[accelerator.process_index][0]) or not in_a_forward)
         self.metrics[SKIPPED].append(float(not sound))
-        self.window.clear()
+        self.observed.clear()
         self._bad, self.updating = None, True
         return sound
 
@@ -179,7 +179,7 @@ class NonFiniteGuard:
         again = self.skips and self._in_a_row >= IN_A_ROW
         kept = self.skipped <= KEPT or again or not self.skips
         report = {"findings": [asdict(f) for f in findings], "parameters": parameters}
-        problem = self.save(report, list(self.window)) if kept else ""
+        problem = self.save(report, list(self.observed)) if kept else ""
         gathered = gather_object([([asdict(f) for f in findings[:1]], problem)])
         everyone = sorted((BadTensor(**f) for first, _ in gathered for f in first), key=in_order)
         problem = next((p for _, p in gathered if p), "")
@@ -195,7 +195,7 @@ class NonFiniteGuard:
 
     def _findings(self, parameters: Sequence[str], named: Mapping[str, Tensor]) -> list[BadTensor]:
         tensors = []
-        for i, micro_batch in enumerate(self.window, 1):
+        for i, micro_batch in enumerate(self.observed, 1):
             if (bad := micro_batch.first_bad()) is not None:
                 name, values = bad
                 per_row = values.isfinite().flatten(1).all(1) if values.dim() > 1 else values.isfinite()
@@ -245,11 +245,11 @@ class NonFiniteGuard:
             f"batch, lower learning_rate or max_grad_norm, train in another precision{skip}."
         )
 
-    def save(self, report: dict[str, Any], window: Sequence[ObservedBatch] = ()) -> str:
+    def save(self, report: dict[str, Any], observed: Sequence[ObservedBatch] = ()) -> str:
         """Write this rank's findings and batch; return a sentence if that failed, and "" otherwise."""
         path = self.folder / f"rank_{self._rank}.pt"
         try:
-            write(path, self.dump(window) | report)
+            write(path, self.dump(observed) | report)
             write_text(path.parent / "README.txt", HOW_TO_LOOK.format(step=self.step))
         except Exception as error:  # a full disk must not hide what was found
             return f"The batch could not be saved to {path} ({error})."

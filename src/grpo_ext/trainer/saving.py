@@ -300,8 +300,8 @@ class Saving(GRPOTrainer):
         state.write_reference(folder, rank, self._followed_reference(), saves=self.args.should_save)
         if (ahead := self.collector.ahead) is not None:
             replaces = self.collector.dynamic is not None and self.args.should_save
-            windows = ahead.in_flight(waits=not self._ends_early, replaces=replaces)
-            in_flight.write(folder, rank, windows)
+            rollouts = ahead.in_flight(waits=not self._ends_early, replaces=replaces)
+            in_flight.write(folder, rank, rollouts)
 
     def _write_objective(self, folder: Path) -> None:
         """Write the resolved loss beside a model."""
