@@ -30,17 +30,17 @@ PLAY = [{"prompt": [{"role": "user", "content": f"play {i}"}]} for i in range(8)
 
 
 class InSequence(GRPOExtTrainer):
-    """Samples each generation when it begins to train, by weights that it has kept since `ahead` windows."""
+    """Samples each generation when it begins to train, by weights that it has kept since `ahead` generations."""
 
     def __init__(self, *args, ahead, **kwargs):
         super().__init__(*args, **kwargs)
-        self.ahead, self._samples_ahead, self.collector._published = ahead, True, self._publish
+        self.args.rollout_ahead, self.collector._published = ahead, self._publish
 
     def _publish(self, sampler):
-        window = self._step // self._uses
-        if window not in sampler.versions:
-            sampler.publish(window)
-        return max(0, window - self.ahead)
+        generation = self._step // self._uses
+        if generation not in sampler.versions:
+            sampler.publish(generation)
+        return max(0, generation - self.args.rollout_ahead)
 
 
 class Once(Conversation):

@@ -313,7 +313,7 @@ class GRPOExtTrainer(LossHooks):
             del batch["sampling_per_token_logps"]
             return
         elsewhere = self.use_vllm or self.rollout_func is not None
-        if not elsewhere and not (self._samples_ahead and mode == "train"):
+        if not elsewhere and not (self.args.rollout_ahead and mode == "train"):
             batch[DRAWN] = batch.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
         elif self._drift is not None and mode == "train" and self.collector.age == 0:
             self._drift.due = True

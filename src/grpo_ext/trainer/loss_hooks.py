@@ -207,7 +207,7 @@ class LossHooks(RolloutHooks):
         if self.accelerator.sync_gradients:  # the policy is about to move
             others = (batch for batch in self._buffered_inputs if batch is not inputs)
             later = [batch for batch in others if "old_per_token_logps" not in batch]
-            if later and self.args.old_logps != "recomputed" and (self.use_vllm or self._samples_ahead):
+            if later and self.args.old_logps != "recomputed" and self.args.samples_otherwise:
                 later = without_known_old(later, self.accelerator)
             self._add_old_logps(later)
         return inputs

@@ -104,7 +104,6 @@ class RolloutHooks(Lifecycle):
         self.collector = Collector(*shared, policy, engine, rewards, dynamic, silent, worker)
         if self.rollout_func is not None:
             self.rollout_func = completed(self.rollout_func, self.collector.worker.ends, tokenizer.eos_token_id)
-        self._samples_ahead = args.rollout_ahead > 0
         self.vllm_importance_sampling_correction = bool(args.sampler_rules)
         drift = self.use_vllm and args.rollout_drift != 0
         self._drift = DriftCheck(args, self.vllm_generation) if drift else None
@@ -116,7 +115,7 @@ class RolloutHooks(Lifecycle):
     @property
     def _sampler_corrected(self) -> bool:
         """Whether the loss is corrected for what sampled the completions."""
-        elsewhere = self.use_vllm or (self._samples_ahead and self.model.training)
+        elsewhere = self.use_vllm or (self.args.rollout_ahead and self.model.training)
         return bool(elsewhere and self.vllm_importance_sampling_correction)
 
     def close_rewards(self) -> None:
