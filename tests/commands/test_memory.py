@@ -20,6 +20,7 @@ from grpo_ext.commands import memory, peaks
 from grpo_ext.commands.memory import estimate
 from grpo_ext.commands.peaks import MicroBatch, Shape
 from grpo_ext.quickstart.model import build_tokenizer
+from grpo_ext.recipe.model_checks import InspectedPolicy
 from support import tiny
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4, "gradient_checkpointing": False}
@@ -166,7 +167,7 @@ def test_the_largest_limit_that_fits_is_named(settings, monkeypatch):
         model=ModelConfig(),
         data=SimpleNamespace(max_prompt_length=None),
     )
-    policy = SimpleNamespace(parameters=1000, trained=1000, empty=SimpleNamespace(config=CONFIG, modules=list))
+    policy = InspectedPolicy(SimpleNamespace(config=CONFIG, modules=list), parameters=1000, trained=1000)
 
     def total(tokens):
         return sum(parts(micro_batch_tokens=tokens).values())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from grpo_ext.data import tasks
 from grpo_ext.data.config import DataConfig, dataset_problems
 from grpo_ext.data.loading import load_datasets
-from grpo_ext.data.prepare import prepare
+from grpo_ext.data.prepare import Split, prepare
 from grpo_ext.data.rows import Plan, RowError, boxed_answer, check_columns, convert, gsm8k_answer
 from grpo_ext.errors import DataError
 from support.extras import need
@@ -237,7 +237,7 @@ def test_a_stream_names_the_line_when_it_gets_there(tmp_path):
 def test_other_sources_name_source_and_row(tmp_path):
     dataset = Dataset.from_dict({"prompt": ["a", "", "c"]})
     with pytest.raises(DataError, match=r"mixture, row 1 \(from 0\), column 'prompt': empty prompt"):
-        prepare(dataset, DataConfig(), source="mixture")
+        prepare(Split(dataset, "mixture"), DataConfig())
     dataset.save_to_disk(tmp_path / "saved")
     assert f"{tmp_path / 'saved'}, split train, row 1 (from 0), column 'prompt'" in refusal(tmp_path / "saved")
     dataset.to_parquet(tmp_path / "p.parquet")
@@ -254,7 +254,7 @@ def test_an_empty_file_is_refused(tmp_path, content, name):
 def test_an_empty_dataset_is_refused(tmp_path):
     assert "no rows" in refusal(write(tmp_path / "e.csv", "prompt,answer"))
     with pytest.raises(DataError, match="mine: no rows"):
-        prepare(Dataset.from_dict({"prompt": []}), DataConfig(), source="mine")
+        prepare(Split(Dataset.from_dict({"prompt": []}), "mine"), DataConfig())
 
 
 def test_a_broken_parquet_file_is_named(tmp_path):
@@ -267,7 +267,7 @@ def test_a_broken_parquet_file_is_named(tmp_path):
 def test_a_standard_dataset_is_left_untouched():
     for prompts in (["a", "b"], [USER, USER]):
         dataset = Dataset.from_dict({"prompt": prompts, "solution": [1, None]})
-        assert prepare(dataset, DataConfig()) is dataset
+        assert prepare(Split(dataset), DataConfig()) is dataset
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_a_standard_dataset_is_left_untouched():
     ],
 )
 def test_system_prompt(prompt, settings, result):
-    assert prepare(Dataset.from_dict({"prompt": [prompt]}), DataConfig(**settings))[0]["prompt"] == result
+    assert prepare(Split(Dataset.from_dict({"prompt": [prompt]})), DataConfig(**settings))[0]["prompt"] == result
 
 
 @pytest.mark.parametrize("column", ["question", "problem", "task"])
@@ -300,7 +300,7 @@ def test_a_question_column_becomes_a_conversational_prompt(column, caplog):
     caplog.set_level(logging.INFO, logger="grpo_ext")
     dataset = Dataset.from_dict({column: ["Hi"], "extra": [1]})
     config = DataConfig(prompt_column="task" if column == "task" else None)
-    assert prepare(dataset, config)[0] == {column: "Hi", "extra": 1, "prompt": USER}
+    assert prepare(Split(dataset), config)[0] == {column: "Hi", "extra": 1, "prompt": USER}
     assert (f"column {column!r} is used as 'prompt'" in caplog.text) == (column != "task")
 
 
@@ -308,21 +308,21 @@ def test_a_question_column_becomes_a_conversational_prompt(column, caplog):
 def test_an_answer_column_becomes_the_solution(column):
     dataset = Dataset.from_dict({"prompt": ["a", "b"], column: [7, 8]})
     config = DataConfig(answer_column="truth" if column == "truth" else None)
-    prepared = prepare(dataset, config)
+    prepared = prepare(Split(dataset), config)
     assert prepared[:] == {"prompt": ["a", "b"], column: [7, 8], "solution": ["7", "8"]}
 
 
 def test_the_usual_columns_have_an_order(caplog):
     row = {"problem": "p", "question": "q", "answer": "a", "gold": "g", "solution": "s"}
-    prepared = prepare(Dataset.from_list([row]), DataConfig())[0]
+    prepared = prepare(Split(Dataset.from_list([row])), DataConfig())[0]
     assert (prepared["prompt"][0]["content"], prepared["solution"]) == ("q", "s")
-    prepared = prepare(Dataset.from_list([row]), DataConfig(prompt_column="problem", answer_column="gold"))[0]
+    prepared = prepare(Split(Dataset.from_list([row])), DataConfig(prompt_column="problem", answer_column="gold"))[0]
     assert (prepared["prompt"][0]["content"], prepared["solution"], prepared["answer"]) == ("p", "g", "a")
     assert "answer_column='gold' replaces the column 'solution'" in caplog.text
 
 
 def test_gaps_in_an_answer_column_nobody_named_stay_gaps():
-    prepared = prepare(Dataset.from_dict({"prompt": ["a", "b"], "answer": [3, None]}), DataConfig())
+    prepared = prepare(Split(Dataset.from_dict({"prompt": ["a", "b"], "answer": [3, None]})), DataConfig())
     assert list(prepared["solution"]) == ["3", None]
 
 
@@ -380,16 +380,16 @@ def test_an_answer_without_its_format_is_named(tmp_path, answer_format, text, re
 )
 def test_a_missing_column_is_named(settings, reason):
     with pytest.raises(DataError, match=re.escape(reason)):
-        prepare(Dataset.from_list(ROWS), DataConfig(**settings), source="mine")
+        prepare(Split(Dataset.from_list(ROWS), "mine"), DataConfig(**settings))
 
 
 def test_no_usual_column_at_all():
     with pytest.raises(
         DataError, match=r"mine has none of the columns prompt, question, problem.*its columns: text, n"
     ):
-        prepare(Dataset.from_dict({"text": ["a"], "n": [1]}), DataConfig(), source="mine")
+        prepare(Split(Dataset.from_dict({"text": ["a"], "n": [1]}), "mine"), DataConfig())
     with pytest.raises(DataError, match="answer_format='boxed': no column of dataset holds answers"):
-        prepare(Dataset.from_dict({"prompt": ["a"]}), DataConfig(answer_format="boxed"))
+        prepare(Split(Dataset.from_dict({"prompt": ["a"]})), DataConfig(answer_format="boxed"))
 
 
 RESERVED = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"]
@@ -441,14 +441,14 @@ def test_long_prompts_are_dropped_whole(tokenizer, caplog, streaming):
     prompts = [[{"role": "user", "content": "w " * n}] for n in range(1, 8)]  # n words, a role, a generation prompt
     dataset = Dataset.from_dict({"prompt": prompts})
     source = dataset.to_iterable_dataset() if streaming else dataset
-    kept = prepare(source, DataConfig(max_prompt_length=5), tokenizer)
+    kept = prepare(Split(source), DataConfig(max_prompt_length=5), tokenizer)
     assert [row["prompt"] for row in kept] == prompts[:3]
     assert ("4 of 7 prompts are longer than 5 tokens" in caplog.text) == (not streaming)
 
 
 def test_plain_prompts_are_measured_without_a_template(tokenizer):
     dataset = Dataset.from_dict({"prompt": ["w " * n for n in range(1, 8)]})
-    assert len(prepare(dataset, DataConfig(max_prompt_length=5), tokenizer)) == 5
+    assert len(prepare(Split(dataset), DataConfig(max_prompt_length=5), tokenizer)) == 5
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -456,7 +456,7 @@ def test_prompts_are_measured_with_the_options_of_the_template(tmp_path, tokeniz
     template = tokenizer.chat_template + "{% if thinking %} think hard{% endif %}"
     longer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, unk_token="?", chat_template=template)
     name = write_jsonl(tmp_path / "d.jsonl", [{"question": "w " * n} for n in range(1, 8)])
-    for options, kept in ((None, 3), ({"thinking": False}, 3), ({"thinking": True}, 1)):
+    for options, kept in (({}, 3), ({"thinking": False}, 3), ({"thinking": True}, 1)):
         train, _ = load_datasets(
             name,
             DataConfig(max_prompt_length=5),
@@ -471,8 +471,8 @@ def test_prompts_are_measured_with_the_options_of_the_template(tmp_path, tokeniz
 def test_a_length_that_leaves_nothing_is_refused(tokenizer, caplog):
     dataset = Dataset.from_dict({"prompt": [USER, USER]})
     with pytest.raises(DataError, match="drops all 2 rows of dataset; the shortest prompt has 3 tokens"):
-        prepare(dataset, DataConfig(max_prompt_length=2), tokenizer)
-    assert len(prepare(dataset, DataConfig(max_prompt_length=2))) == 2
+        prepare(Split(dataset), DataConfig(max_prompt_length=2), tokenizer)
+    assert len(prepare(Split(dataset), DataConfig(max_prompt_length=2))) == 2
     assert "max_prompt_length=2 is not applied: no tokenizer" in caplog.text
 
 

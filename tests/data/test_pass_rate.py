@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from grpo_ext.data.config import DataConfig, value_problems
-from grpo_ext.data.prepare import prepare
+from grpo_ext.data.prepare import Split, prepare
 from grpo_ext.errors import DataError
 
 RATES = [0.0, 0.1, None, 0.5, 0.9, 1.0]
@@ -26,13 +26,13 @@ ROWS = Dataset.from_list([{"question": f"q{i}", "answer": str(i), "pass_rate": r
     ],
 )
 def test_rows_within_the_bounds_are_kept_bounds_included(bounds, kept, streamed):
-    rows = prepare(ROWS.to_iterable_dataset() if streamed else ROWS, DataConfig(**bounds))
+    rows = prepare(Split(ROWS.to_iterable_dataset() if streamed else ROWS), DataConfig(**bounds))
     assert [row["solution"] for row in rows] == [str(i) for i in kept]
 
 
 def test_the_number_of_kept_rows_is_logged(caplog):
     with caplog.at_level(logging.WARNING):
-        prepare(ROWS, DataConfig(min_pass_rate=0.1, max_pass_rate=0.9), source="rows.jsonl")
+        prepare(Split(ROWS, "rows.jsonl"), DataConfig(min_pass_rate=0.1, max_pass_rate=0.9))
     assert "rows.jsonl: 3 of 6 rows have a pass_rate from 0.1 to 0.9." in caplog.text
 
 
@@ -45,7 +45,7 @@ def test_the_number_of_kept_rows_is_logged(caplog):
 )
 def test_data_without_pass_rates_in_the_bounds_are_refused(rows, bounds, expected):
     with pytest.raises(DataError, match=expected):
-        prepare(rows, DataConfig(**bounds))
+        prepare(Split(rows), DataConfig(**bounds))
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_unusable_bounds_are_refused(bounds, expected):
 def test_a_pass_rate_that_is_text_is_named(streamed):
     rows = Dataset.from_dict({"prompt": ["a", "b"], "pass_rate": ["0.5", None]})
     with pytest.raises(DataError, match=r"row 0 \(from 0\), column 'pass_rate': '0.5' is text"):
-        list(prepare(rows.to_iterable_dataset() if streamed else rows, DataConfig(min_pass_rate=0.1)))
+        list(prepare(Split(rows.to_iterable_dataset() if streamed else rows), DataConfig(min_pass_rate=0.1)))

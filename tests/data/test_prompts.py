@@ -14,7 +14,7 @@ from grpo_ext.data.chat_template import prompt_ids, rendered, template_opens
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.images import as_read, with_opened_images
 from grpo_ext.data.messages import without_gaps
-from grpo_ext.data.prepare import prepare
+from grpo_ext.data.prepare import Split, prepare
 from grpo_ext.data.prompts import PromptCheck, unseen_layout
 from grpo_ext.data.rows import RowError, check_prompt
 from grpo_ext.errors import ConfigError, DataError
@@ -291,10 +291,10 @@ def test_rows_have_no_keys_that_arrow_filled_in(tmp_path, source):
         read = as_read(dataset)
     elif source == "parquet":
         dataset.to_parquet(tmp_path / "d.parquet")
-        read = prepare(Dataset.from_parquet(str(tmp_path / "d.parquet")), DataConfig())
+        read = prepare(Split(Dataset.from_parquet(str(tmp_path / "d.parquet"))), DataConfig())
     else:
         (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        read = prepare(Dataset.from_json(str(tmp_path / "d.jsonl")), DataConfig())
+        read = prepare(Split(Dataset.from_json(str(tmp_path / "d.jsonl"))), DataConfig())
     wanted = [[{"content": "", **message} for message in history] for history in HISTORIES]
     assert read["prompt"][:] == [row["prompt"] for row in read] == wanted
     assert read.select([1])[0]["prompt"] == wanted[1]
@@ -305,7 +305,7 @@ def test_rows_have_no_keys_that_arrow_filled_in(tmp_path, source):
 def test_a_stream_has_no_filled_keys_either(tmp_path):
     Dataset.from_list([{"prompt": history} for history in HISTORIES]).to_parquet(tmp_path / "d.parquet")
     stream = Dataset.from_parquet(str(tmp_path / "d.parquet")).to_iterable_dataset()
-    read = [row["prompt"][1]["tool_calls"] for row in prepare(stream, DataConfig())]
+    read = [row["prompt"][1]["tool_calls"] for row in prepare(Split(stream), DataConfig())]
     assert read == [[call] for call in CALLS]
 
 

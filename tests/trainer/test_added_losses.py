@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 from peft import LoraConfig
+from trl import ModelConfig
 
 from grpo_ext import GRPOExtConfig
 from grpo_ext.errors import ConfigError
+from grpo_ext.recipe.model_checks import inspect_policy
 from support import tiny
 from support.float64 import FLOAT64, float64_throughout
 from support.trainers import build, unit_interval, weights
@@ -179,8 +181,26 @@ def test_a_teacher_with_other_tokens_is_refused(model_path, tmp_path):
     other.add_tokens(["a", "other"])
     core = other.backend_tokenizer.to_str().replace('"q"', '"Q"')
     (tmp_path / "teacher" / "tokenizer.json").write_text(core)
+    losses = [{"type": "reverse_kl", "teacher": folder}]
     with pytest.raises(ConfigError, match="does not give 'q'"):
-        build(model_path, tmp_path, losses=[{"type": "reverse_kl", "teacher": folder}])
+        build(model_path, tmp_path, losses=losses)
+    _, problems = inspected(model_path, losses)
+    assert ["does not give 'q'" in problem.reason for problem in problems] == [True]
+
+
+def inspected(model_path, losses, **settings):
+    args = GRPOExtConfig("unused", **tiny.TRAINING | {"losses": losses} | settings)
+    return inspect_policy(ModelConfig(model_name_or_path=model_path), args)
+
+
+def test_a_teacher_is_looked_at_before_a_model_is_loaded(model_path, teacher, tmp_path):
+    _, (problem,) = inspected(model_path, [{"type": "jsd", "teacher": str(tmp_path)}])
+    assert problem.field == "losses.teacher"
+    size, policy = (sum(p.numel() for p in tiny.load(path).parameters()) for path in (teacher, model_path))
+    assert inspected(model_path, [{"type": "jsd", "teacher": teacher}])[0].taught == size
+    initial = [{"type": "jsd", "teacher": "initial"}]
+    assert inspected(model_path, initial)[0].taught == policy
+    assert inspected(model_path, initial, beta=0.1)[0].taught == 0
 
 
 def test_a_resumed_run_ends_with_the_same_bits(model_path, teacher, tmp_path):

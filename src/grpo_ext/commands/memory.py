@@ -35,6 +35,7 @@ def estimate(
     shape: Shape | None,
     prompt: int,
     packed: int = 0,
+    taught: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of each part of a training process's memory, without sharding; their sum is its peak.
 
@@ -48,6 +49,7 @@ def estimate(
         shape: of the policy; None leaves activations out.
         prompt: tokens of the longest prompt.
         packed: bytes that quantized weights are smaller than they were.
+        taught: number of parameters of teachers that are models of their own.
     """
     each, computes = _width(dtype), 2 if autocasts(training) else _width(dtype)
     own = each if trained == parameters else FLOAT  # PEFT keeps adapters in float32
@@ -56,6 +58,7 @@ def estimate(
         "gradients": trained * own,
         "Adam": 2 * trained * own,
         "reference": parameters * each if training.beta and trained == parameters else 0,
+        "teachers": taught * each,
         "autocast": parameters * computes if computes < each else 0,
     }
     if shape is not None:
@@ -116,7 +119,7 @@ def of_recipe(
     shape = shape.with_adapter(policy.empty) if shape is not None and policy.empty is not None else None
     longest, settings = prompt or recipe.data.max_prompt_length or 0, training or recipe.training
     model, packed = recipe.model, packed_bytes(recipe.model, policy.empty)
-    return estimate(settings, model.dtype, policy.parameters, policy.trained, shape, longest, packed)
+    return estimate(settings, model.dtype, policy.parameters, policy.trained, shape, longest, packed, policy.taught)
 
 
 def packed_bytes(model: ModelConfig, empty: PreTrainedModel | None) -> int:

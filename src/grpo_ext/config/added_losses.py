@@ -15,6 +15,7 @@ from grpo_ext.objective.options import Within
 from grpo_ext.registry import did_you_mean
 
 FIELD = "losses"
+TEACHER = f"{FIELD}.teacher"
 INITIAL = "initial"
 """The teacher that is the policy before training."""
 
@@ -147,6 +148,14 @@ def added_loss_problems(losses: Sequence[AddedLoss], *, plain: bool) -> Iterator
         if not plain and not (isinstance(loss, ReverseKL) and loss.teacher_prompt is None):
             reason = "it reads prompts as plain texts, and here they hold images or something else goes on from them"
             yield Problem(f"{FIELD}[{i}]", loss.label, reason, "Use reverse_kl without teacher_prompt.")
+
+
+def other_vocabulary(name: str, policy: Mapping[str, int], teacher: Mapping[str, int]) -> Iterator[Problem]:
+    """Yield that a teacher's tokens are not the policy's: their log-probabilities would be of other texts."""
+    other = next((token for token, number in policy.items() if teacher.get(token) != number), None)
+    if other is not None:
+        reason = f"its tokenizer does not give {other!r} the number that the policy's gives it"
+        yield Problem(TEACHER, name, reason, "Take a teacher with the policy's tokenizer.")
 
 
 def _entries(config: GRPOExtArguments) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ from grpo_ext.data.config import (
     task_options,
 )
 from grpo_ext.data.held_out import hold_out
-from grpo_ext.data.prepare import AnyDataset, Split, Tokenizer, prepare_split
+from grpo_ext.data.prepare import AnyDataset, Split, Tokenizer, prepare
 from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, Row, unusable
 from grpo_ext.errors import DataError, Problem
 from grpo_ext.registry import did_you_mean
@@ -46,7 +46,7 @@ def load_datasets(
     streaming: bool = False,
     eval_needed: bool,
     tokenizer: Tokenizer = None,
-    template_kwargs: Mapping[str, object] | None = None,
+    template_kwargs: Mapping[str, object] = {},
     by_prompt: bool = True,
 ) -> tuple[AnyDataset, AnyDataset | None]:
     """Load and prepare the training and evaluation dataset; the latter is None unless needed or `test_size` is set.
@@ -77,7 +77,7 @@ def load_datasets(
     prepared: list[AnyDataset] = []
     for split in (train, test):
         with collecting(found):
-            prepared += [] if split is None else [prepare_split(split, config, tokenizer, template_kwargs)]
+            prepared += [] if split is None else [prepare(split, config, tokenizer, template_kwargs)]
     if found:
         raise DataError(found)
     if not eval_wanted or len(prepared) == 2:

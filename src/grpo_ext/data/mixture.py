@@ -13,7 +13,7 @@ from trl.scripts.utils import DatasetConfig
 
 from grpo_ext.config.spec import Spec
 from grpo_ext.data import files as local_files
-from grpo_ext.data.config import DataConfig, is_size
+from grpo_ext.data.config import DataConfig, is_size, value_problems
 from grpo_ext.data.held_out import hold_out
 from grpo_ext.data.loading import call_loader, collecting, load_files, load_split
 from grpo_ext.data.prepare import AnyDataset
@@ -39,6 +39,7 @@ def check_mixture(mixture: DatasetMixtureConfig, config: DataConfig | None = Non
     entries, size, streaming = mixture.datasets, mixture.test_split_size, {"streaming": True}
     found = [problem for number, entry in enumerate(entries) for problem in _entry_problems(number, entry)]
     found += _fraction_problems([entry.fraction for entry in entries], mixture.streaming)
+    found += [] if config is None else value_problems(config)
     if config is not None and config.max_samples is not None and mixture.streaming and len(entries) > 1:
         reason = "streams have no lengths to take a share of, so the rows would all be the first dataset's"
         cure = "Set streaming: false, or remove max_samples."

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.data import files as local_files
 from grpo_ext.data.chat_template import prompt_ids
-from grpo_ext.data.config import DataConfig, value_problems
+from grpo_ext.data.config import DataConfig
 from grpo_ext.data.images import as_read, image_columns, with_opened_images
 from grpo_ext.data.messages import without_gaps
 from grpo_ext.data.rows import (
@@ -45,7 +45,7 @@ class Split:
     """A dataset as it was loaded, with the source and the files that name its rows in an error."""
 
     dataset: AnyDataset
-    source: str
+    source: str = "dataset"
     files: tuple[Path, ...] = ()
 
     def place(self, index: int) -> str:
@@ -54,30 +54,12 @@ class Split:
 
 
 def prepare(
-    dataset: AnyDataset,
-    config: DataConfig,
-    tokenizer: Tokenizer = None,
-    *,
-    source: str = "dataset",
-    **template_kwargs: object,
+    split: Split, config: DataConfig, tokenizer: Tokenizer = None, template_kwargs: Mapping[str, object] = {}
 ) -> AnyDataset:
-    """Return `dataset` with prompts and answers by the settings; one that TRL takes as it is stays untouched.
+    """Return a split with prompts and answers by the settings; one that TRL takes as it is stays untouched.
 
     Raises:
         DataError: columns are missing or collide with TRL's, rows are malformed, or none is left.
-    """
-    if found := value_problems(config):
-        raise DataError(found)
-    return prepare_split(Split(dataset, source), config, tokenizer, template_kwargs)
-
-
-def prepare_split(
-    split: Split, config: DataConfig, tokenizer: Tokenizer = None, template_kwargs: Mapping[str, object] | None = None
-) -> AnyDataset:
-    """Prepare a split that knows the places of its rows.
-
-    Raises:
-        DataError: as `prepare`.
     """
     dataset, source = split.dataset, split.source
     names = _column_names(dataset, source)
@@ -97,7 +79,7 @@ def prepare_split(
         reason = "the tokens of images would not be counted"
         cure = "Remove it, and drop long prompts from the data."
         raise DataError([Problem("max_prompt_length", config.max_prompt_length, reason, cure)])
-    return _drop_long(as_read(dataset), config, tokenizer, source, template_kwargs or {})
+    return _drop_long(as_read(dataset), config, tokenizer, source, template_kwargs)
 
 
 def _column_names(dataset: AnyDataset, source: str) -> list[str]:

@@ -122,7 +122,7 @@ def accelerate_config(name: object) -> Path:
 _SPLIT: dict[int, tuple[str, ...]] = {
     1: ("Adam",),
     2: ("gradients", "Adam"),
-    3: ("weights", "gradients", "Adam", "reference"),
+    3: ("weights", "gradients", "Adam", "reference", "teachers"),
 }
 """By stage of ZeRO, the parts of memory that are shared out among processes."""
 

@@ -23,7 +23,7 @@ from grpo_ext.data.config import DataConfig, is_generated
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.loading import load_datasets, load_generated
 from grpo_ext.data.mixture import load_mixture
-from grpo_ext.data.prepare import AnyDataset, Tokenizer, prepare
+from grpo_ext.data.prepare import AnyDataset, Split, Tokenizer, prepare
 from grpo_ext.data.rows import Row
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
 from grpo_ext.quickstart.model import LESSONS, ensure_once
@@ -59,7 +59,7 @@ def datasets_of(
     by_prompt = not recipe.environments
     if recipe.mixture.datasets:
         mixed = {
-            split: prepare(dataset, data, tokenizer=tokenizer, source=f"datasets ({split})", **template)
+            split: prepare(Split(dataset, f"datasets ({split})"), data, tokenizer, template)
             for split, dataset in load_mixture(recipe.mixture, data, by_prompt=by_prompt).items()
         }
         if evaluates and "test" not in mixed:

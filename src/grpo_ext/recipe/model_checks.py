@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from trl import ModelConfig, get_peft_config
 
 from grpo_ext.config.adapters import base_of, is_adapter, peft_problems
+from grpo_ext.config.added_losses import INITIAL, TEACHER, Distillation, added_losses, other_vocabulary
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import as_far_as_sound, refusal
@@ -36,6 +37,7 @@ class InspectedPolicy:
         tokenizer: as it is trained.
         parameters: their number.
         trained: the number of trained parameters.
+        taught: the number of parameters of teachers that are models of their own.
         context: tokens that prompt and completion may have together.
         unknown: why the model is not known.
     """
@@ -44,6 +46,7 @@ class InspectedPolicy:
     tokenizer: PreTrainedTokenizerBase | None = None
     parameters: int = 0
     trained: int = 0
+    taught: int = 0
     context: int | None = None
     unknown: str = ""
 
@@ -67,6 +70,7 @@ def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[Inspect
             problems += as_far_as_sound(_model_problems(policy.empty, model, training))
             problems += _tokenizer_problems(policy, model)
             problems += as_far_as_sound(_adapter_problems(policy, policy.empty, model, training))
+            problems += as_far_as_sound(_teacher_problems(policy, training))
     return policy, problems
 
 
@@ -241,6 +245,21 @@ def _adapter_problems(
     policy.trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     if training.use_vllm:
         yield from unpushable(adapted, on_cpu=training.use_cpu)
+
+
+def _teacher_problems(policy: InspectedPolicy, training: GRPOExtConfig) -> Iterator[Problem]:
+    """Count what teachers add to the memory, and yield why one cannot teach the policy."""
+    names = {loss.teacher for loss in added_losses(training) if isinstance(loss, Distillation)}
+    if INITIAL in names and policy.trained == policy.parameters and not training.beta:
+        policy.taught += policy.parameters  # elsewhere an adapter is switched off, or the reference teaches
+    for name in sorted(names - {INITIAL}):
+        teacher = InspectedPolicy()
+        found = [*_load(teacher, ModelConfig(model_name_or_path=name), training)]
+        yield from (replace(problem, field=TEACHER) for problem in found)
+        if teacher.empty is not None:
+            policy.taught += sum(p.numel() for p in teacher.empty.parameters())
+        if policy.tokenizer is not None and teacher.tokenizer is not None:
+            yield from other_vocabulary(name, policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab())
 
 
 def _unmatched(empty: PreTrainedModel, model: ModelConfig) -> Iterator[Problem]:

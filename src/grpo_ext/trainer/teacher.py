@@ -15,7 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
-from grpo_ext.config.added_losses import INITIAL
+from grpo_ext.config.added_losses import INITIAL, TEACHER, other_vocabulary
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.errors import ConfigError, Problem
@@ -63,7 +63,7 @@ def teacher_of(
             return Teacher(policy, initial)
         if reference is None and is_deepspeed_zero3_enabled():
             reason = "ZeRO-3 has split the policy's weights, which cannot be copied"
-            raise ConfigError([Problem("losses.teacher", name, reason, "Set beta > 0, or name the model's folder.")])
+            raise ConfigError([Problem(TEACHER, name, reason, "Set beta > 0, or name the model's folder.")])
         return Teacher(reference if reference is not None else _prepared(_copy(policy), args, accelerator))
     _check_vocabulary(name, tokenizer, args.trust_remote_code)
     options: dict[str, Any] = {**as_mapping(args.model_init_kwargs)}
@@ -92,13 +92,10 @@ def _prepared(model: nn.Module, args: GRPOExtConfig, accelerator: Accelerator) -
 
 
 def _check_vocabulary(name: str, tokenizer: Any, trusted: bool) -> None:
-    """Refuse a teacher whose tokens are not the policy's: their log-probabilities would be of other texts."""
     try:
         known = AutoTokenizer.from_pretrained(name, trust_remote_code=trusted).get_vocab()
     except (OSError, ValueError) as error:
         reason, cure = f"its tokenizer cannot be loaded ({str(error).splitlines()[0]})", "Save one beside the model."
-        raise ConfigError([Problem("losses.teacher", name, reason, cure)]) from error
-    other = next((token for token, number in tokenizer.get_vocab().items() if known.get(token) != number), None)
-    if other is not None:
-        reason = f"its tokenizer does not give {other!r} the number that the policy's gives it"
-        raise ConfigError([Problem("losses.teacher", name, reason, "Take a teacher with the policy's tokenizer.")])
+        raise ConfigError([Problem(TEACHER, name, reason, cure)]) from error
+    if found := [*other_vocabulary(name, tokenizer.get_vocab(), known)]:
+        raise ConfigError(found)
