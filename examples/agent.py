@@ -28,4 +28,4 @@ def found(secret: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if found(int(sys.argv[1])) else 1)  # 0: the attempt's reward is 1
+    sys.exit(0 if found(int(sys.argv[1])) else 1)  # 0: the episode's reward is 1

@@ -16,7 +16,7 @@ from grpo_ext.train import train
 
 
 class AskAgain(Conversation):
-    """Reward the right answer with 1, and less in later turns; one object per attempt."""
+    """Reward the right answer with 1, and less in later turns; one object per episode."""
 
     needs = ("solution",)
 

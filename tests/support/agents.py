@@ -39,7 +39,7 @@ async def branches(row, client):
 
 
 async def never(row, client):
-    """Fail in each attempt."""
+    """Fail in each episode."""
     raise RuntimeError("no world")
 
 
@@ -55,10 +55,10 @@ FAULTS = {
     "asks nothing": "raised: run: it ended without an answer of the model",
     "sends what is no JSON": "raised: run: .*the body is not JSON",
     "sends too much": "raised: run: .*the body has more than 16777216 bytes",
-    "has another key": "raised: run: .*this is not the key of this attempt",
+    "has another key": "raised: run: .*this is not the key of this episode",
     "pays no number": "garbage: run: a reward of ",
 }
-"""Each fault of an agent, and what the attempt's failure says of it."""
+"""Each fault of an agent, and what the episode's failure says of it."""
 
 
 async def faulty(row, client):

@@ -1,4 +1,4 @@
-"""Trainers that note which game each attempt was dealt, and what it sampled."""
+"""Trainers that note which game each episode was dealt, and what it sampled."""
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from support import tiny
@@ -9,7 +9,7 @@ SAMPLES, AT_A_TIME = 2, 4
 
 
 class Dealt(Conversation):
-    """Shows its seed in place of the prompt; no attempt earns anything."""
+    """Shows its seed in place of the prompt; no episode earns anything."""
 
     def reset(self, row):
         return [{"role": "user", "content": str(self.seed)}]
@@ -39,7 +39,7 @@ class Dealing(GRPOExtTrainer):
         return [[seed for _, seed, _ in rows] for made, rows in self.dealt if made == mode]
 
     def games_of_prompts(self, mode="eval"):
-        """For each prompt the seeds that its attempts got."""
+        """For each prompt the seeds that its episodes got."""
         found = {}
         for made, rows in self.dealt:
             for prompt, seed, _ in rows if made == mode else ():

@@ -136,7 +136,7 @@ class Twin(Conversation):
 
 
 class NeverLoaded(Slow):
-    """What its attempts share never comes."""
+    """What its episodes share never comes."""
 
     @classmethod
     def preload(cls):

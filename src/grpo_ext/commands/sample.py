@@ -104,12 +104,12 @@ def sample(trainer: GRPOExtTrainer, num: int, prompts: int) -> Iterator[list[Row
 
 def as_json_row(example: Mapping[str, Any]) -> Row:
     """Return a row in JSON's types: its trajectory becomes the rewards of its turns, its failure and its branches."""
-    attempt = example.get(TRAJECTORY)
-    if not isinstance(attempt, Trajectory):
+    episode = example.get(TRAJECTORY)
+    if not isinstance(episode, Trajectory):
         return dict(example)
     row = {name: value for name, value in example.items() if name != TRAJECTORY}
-    row |= {"turn_rewards": [turn.reward for turn in attempt.turns], "failure": attempt.failure}
-    return row | {name: text for name, [text] in of_agents([attempt]).items() if text}
+    row |= {"turn_rewards": [turn.reward for turn in episode.turns], "failure": episode.failure}
+    return row | {name: text for name, [text] in of_agents([episode]).items() if text}
 
 
 def pass_rate(completions: Sequence[Row], by: str) -> float | None:

@@ -144,22 +144,22 @@ def _add_rewards(
     found: dict[str, Sequence[Any]] = {}
     extras: dict[str, list[Any]] = {}
     state = SimpleNamespace(global_step=trainer.state.global_step, max_steps=trainer.state.max_steps)
-    attempts = columns.get(TRAJECTORY) if trainer.episode_runner is not None else None
+    episodes = columns.get(TRAJECTORY) if trainer.episode_runner is not None else None
     errors = []
     for function in runtime.functions:
         scores = function.scores({**columns, "trainer_state": state})
         extras |= scores.extras
         errors += [scores.error] if scores.error else []
-        lost = [False] * len(samples) if attempts is None else [attempt.lost for attempt in attempts]
+        lost = [False] * len(samples) if episodes is None else [episode.lost for episode in episodes]
         values = [None if gone else value for gone, value in zip(lost, scores.values, strict=True)]
         found[f"rewards/{function.__name__}"] = values
-    if attempts is not None and trainer.episode_runner is not None:
+    if episodes is not None and trainer.episode_runner is not None:
         if any_pays(trainer.episode_runner.specs.values()):
-            rewards = [trainer.episode_runner.paid(attempt, weighted=False) for attempt in attempts]
+            rewards = [trainer.episode_runner.paid(episode, weighted=False) for episode in episodes]
             found[f"rewards/{ENVIRONMENT}"] = rewards
-        extras[TURNS] = [len(attempt.turns) for attempt in attempts]
-        extras[FAILED] = [attempt.failure is not None for attempt in attempts]
-        extras |= {name: texts for name, texts in of_agents(attempts).items() if any(texts)}
+        extras[TURNS] = [len(episode.turns) for episode in episodes]
+        extras[FAILED] = [episode.failure is not None for episode in episodes]
+        extras |= {name: texts for name, texts in of_agents(episodes).items() if any(texts)}
     for name, column in {**found, **extras}.items():
         for sample, value in zip(samples, column, strict=True):
             sample[name] = value

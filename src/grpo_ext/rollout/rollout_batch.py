@@ -49,7 +49,7 @@ class RolloutBatch:
     images: list[RowImages] = field(default_factory=list)
     """The images of each row, as in `packing.images`; empty where no row has any."""
     played: Sequence[tuple[Trajectory, Any]] = ()
-    """Trajectories with the figures of their attempts, where environments were played."""
+    """Trajectories with the figures of their episodes, where environments were played."""
     scored: Mapping[str, Any] = field(default_factory=dict)
     """`rewards.outcomes.Scores` by each reward function, by its name; models score on the main thread."""
     seconds: float = 0.0

@@ -25,9 +25,9 @@ Waves: TypeAlias = Callable[[list[list[int]], list[int], Sequence[np.random.Gene
 
 
 class WaveEngine:
-    """Any sampler, a wave at a time, with a stream of random numbers for each attempt; for any thread.
+    """Any sampler, a wave at a time, with a stream of random numbers for each episode; for any thread.
 
-    With transformers the tokens of an attempt depend on its own stream and on the logits, so that the attempts in its
+    With transformers the tokens of an episode depend on its own stream and on the logits, so that the episodes in its
     wave can change no more than their rounding.
 
     Args:
@@ -52,12 +52,12 @@ class WaveEngine:
         """Sample all turns."""
         if not (turns or self._collective):
             return []
-        streams = [self._streams[turn.attempt] for turn in turns]
+        streams = [self._streams[turn.episode] for turn in turns]
         sampled = self._sample([turn.context for turn in turns], [turn.limit for turn in turns], streams)
         return [(turn, Sample(one.ids, one.logps)) for turn, one in zip(turns, sampled, strict=True)]
 
     def anyone(self, here: bool, leaves: bool) -> bool:
-        """Return whether an attempt is left, as `TurnEngine` does."""
+        """Return whether an episode is left, as `TurnEngine` does."""
         return _going_on(gather_object([(here, leaves)]) if self._collective else [(here, leaves)])
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class ServerEngine:
         self.descriptor: int | None = self._pipe_read
 
     def anyone(self, here: bool, leaves: bool) -> bool:
-        """Return whether an attempt is left, as `TurnEngine` does."""
+        """Return whether an episode is left, as `TurnEngine` does."""
         return _going_on([(here, leaves)])
 
     @property
@@ -99,7 +99,7 @@ class ServerEngine:
     def generate(self, turns: list[TurnRequest]) -> list[tuple[TurnRequest, Sample]]:
         """Send a request for each turn; return the turns that have come back."""
         for turn in turns:
-            self._send(turn, Request([turn.context], turn.limit, seed_of(self._streams[turn.attempt])))
+            self._send(turn, Request([turn.context], turn.limit, seed_of(self._streams[turn.episode])))
         done = [future for future in self._sent if future.done()]
         with suppress(BlockingIOError):  # a request may be done a moment before its byte is in the pipe
             os.read(self._pipe_read, max(1, len(done)))
@@ -131,7 +131,7 @@ class ServerEngine:
 
 
 def _going_on(processes: Sequence[tuple[bool, bool]]) -> bool:
-    """Return whether any process has an attempt, given whether it has one, and whether it leaves."""
+    """Return whether any process has an episode, given whether it has one, and whether it leaves."""
     if not any(here for here, _ in processes):
         return False
     if any(leaves for _, leaves in processes):

@@ -19,7 +19,7 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.data.chat_template import template_opens
 from grpo_ext.data.images import with_images
-from grpo_ext.environments.attempt import AttemptLimits
+from grpo_ext.environments.episode import EpisodeLimits
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.images import Tokenized, images_in
@@ -82,7 +82,7 @@ class RolloutHooks(Lifecycle):
         if self.use_vllm:
             self.vllm_generation.pushing = partial(self._times.during, "weight_push")
         length, counts_all = args.max_completion_length or 0, args.completion_length_counts == "all"
-        limits = AttemptLimits(length, counts_all, positions_of(self._unwrapped, args), frozenset(self.eos_token_ids))
+        limits = EpisodeLimits(length, counts_all, positions_of(self._unwrapped, args), frozenset(self.eos_token_ids))
         worker = partial(
             RolloutWorker,
             scorers=rewards.scorers,

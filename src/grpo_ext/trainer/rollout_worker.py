@@ -22,8 +22,8 @@ from trl.data_utils import is_conversational
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.chat_template import splits_reasoning
-from grpo_ext.environments.attempt import AttemptLimits
 from grpo_ext.environments.engine import TurnEngine
+from grpo_ext.environments.episode import EpisodeLimits
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import COLUMN, batch
 from grpo_ext.rewards.outcomes import Scores
@@ -167,7 +167,7 @@ class RolloutWorker:
     source: Source
     scorers: Mapping[str, Scorer]
     processing_class: Any
-    limits: AttemptLimits
+    limits: EpisodeLimits
     episode_runner: EpisodeRunner | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     loop: AbstractEventLoop | None = None
