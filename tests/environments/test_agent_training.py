@@ -65,8 +65,8 @@ def check(made, name, version=1):
     assert made.state.global_step == 2
     for row, episode in enumerate(made.episodes):
         assert episode.failure is None
-        live = (made.output["completion_mask"] * made.output["tool_mask"])[row].bool()
-        assert made.output["completion_ids"][row][live].tolist() == [i for t in episode.turns for i in t.sampled]
+        active = (made.output["completion_mask"] * made.output["tool_mask"])[row].bool()
+        assert made.output["completion_ids"][row][active].tolist() == [i for t in episode.turns for i in t.sampled]
         assert episode.turns[0].version == version
     log = made.state.log_history[0]
     assert log[f"environments/{name}/failed"] == 0

@@ -62,8 +62,8 @@ def trainer(tmp_path_factory):
 def test_a_model_that_plays_is_trained_on_what_it_said(trainer):
     output, episodes = trainer.output, trainer.episodes
     for row, episode in enumerate(episodes):
-        live = (output["completion_mask"] * output["tool_mask"])[row].bool()
-        assert output["completion_ids"][row][live].tolist() == [i for t in episode.turns for i in t.sampled]
+        active = (output["completion_mask"] * output["tool_mask"])[row].bool()
+        assert output["completion_ids"][row][active].tolist() == [i for t in episode.turns for i in t.sampled]
         assert episode.turns[0].version == 1
     log = trainer.state.log_history[0]
     assert 1 <= log["environments/guess/turns"] == pytest.approx(log["rewards/turns/mean"])

@@ -36,7 +36,7 @@ def test_without_a_group_baseline_only_unscorable_completions_are_0(named):
     assert estimate("mine", REWARDS).tolist() == [[7.0, 7.0, 0.0], [7.0] * 3, [7.0, 0.0, 0.0]]
 
 
-def test_a_token_that_is_not_live_is_exactly_0(named):
+def test_a_token_that_is_not_active_is_exactly_0(named):
     named(lambda rewards, mask: torch.where(mask.bool(), 7.0, NAN))
     mask = torch.tensor([[1, 0], [0, 1], [1, 1]]).repeat(3, 1, 1)
     out = estimate("mine", REWARDS, {"mask": mask})

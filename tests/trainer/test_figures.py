@@ -53,7 +53,7 @@ def test_with_stock_defaults_an_evaluation_is_stocks(tmp_path):
 
 
 @pytest.mark.parametrize("aggregation", aggregations)
-def test_a_batch_of_an_evaluation_without_a_live_token_weighs_nothing(aggregation):
+def test_a_batch_of_an_evaluation_without_an_active_token_weighs_nothing(aggregation):
     """Its loss of 0 would otherwise lower the mean over batches."""
     settled, mask = objective("grpo", loss_aggregation=aggregation), torch.ones(4, 3)
     assert batch_weight(settled, step_totals([mask])) > 0

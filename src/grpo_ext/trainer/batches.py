@@ -22,7 +22,7 @@ from trl.trainer.utils import pad as trl_pad
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals, step_totals
 from grpo_ext.objective.trajectory import Trajectory
-from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
+from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, active_mask
 from grpo_ext.rollout.rollout_batch import Generated
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.trainer.diagnosis.positions import later_turns
@@ -64,7 +64,7 @@ def padded(
         batch[PARENTS] = parents.to(device)
     if generated.tool_mask is not None:
         batch["tool_mask"] = joined([torch.tensor(mask) for mask in generated.tool_mask], 1)
-        batch["later_turns"] = later_turns(live_mask(batch), batch.get(PARENTS))
+        batch["later_turns"] = later_turns(active_mask(batch), batch.get(PARENTS))
     if ends is not None:
         whole = torch.tensor([ids[-1] in ends for ids in generated.completion_ids], device=device)[:, None]
         masks = ("completion_mask", "tool_mask")
@@ -114,14 +114,14 @@ def arranged(
     """
     if not args.exact_denominators:
         return Generation(batches)
-    every = [live_mask(batch) for batch in batches], *zip(*map(added, batches), strict=True)
+    every = [active_mask(batch) for batch in batches], *zip(*map(added, batches), strict=True)
     totals, *others = (counted(masks, args.gradient_accumulation_steps, accelerator) for masks in every)
     return Generation(batches, totals, others)
 
 
 def without_known_old(batches: Sequence[MicroBatch], accelerator: Accelerator) -> list[MicroBatch]:
     """Return the batches that hold, on any process, a token whose log-probability the sampler does not know."""
-    unknown = [(batch["sampling_per_token_logps"].isnan() & live_mask(batch).bool()).any() for batch in batches]
+    unknown = [(batch["sampling_per_token_logps"].isnan() & active_mask(batch).bool()).any() for batch in batches]
     anywhere = accelerator.gather(torch.stack(unknown)).view(-1, len(batches)).any(dim=0)
     return [batch for batch, needs in zip(batches, anywhere.tolist(), strict=True) if needs]
 

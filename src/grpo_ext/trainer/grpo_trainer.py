@@ -24,7 +24,7 @@ from grpo_ext.data.given import given_data
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.ratios import masked, widest
-from grpo_ext.packing.micro_batches import live_mask
+from grpo_ext.packing.micro_batches import active_mask
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm
 from grpo_ext.rollout.images import described
 from grpo_ext.rollout.malloc_trim import give_back
@@ -247,7 +247,7 @@ class GRPOExtTrainer(LossHooks):
         ends = self.collector.worker.ends if self.mask_truncated_completions else None
         rows, multiple = rollouts.generated, cast(Any, self.pad_to_multiple_of)
         batch: dict[str, Any] = padded(rows, pad, multiple, device, ends, trajectories=rollouts.trajectories)
-        batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
+        batch["num_items_in_batch"] = self.accelerator.gather(active_mask(batch).sum()).sum()
         return batch | rollouts.lists
 
     def _assigned_advantages(
@@ -278,7 +278,7 @@ class GRPOExtTrainer(LossHooks):
         self, batch: Mapping[str, Any], policy: Tensor | None, entropies: Tensor | None
     ) -> dict[str, Tensor]:
         """Return what the estimator sees of this process's tokens, [rows, time]."""
-        mask, asked = live_mask(batch), self.objective.generation_inputs
+        mask, asked = active_mask(batch), self.objective.generation_inputs
         sampler = batch.get("sampling_per_token_logps", batch.get(DRAWN, torch.full(mask.shape, torch.nan)))
         offered = {
             "completion_ids": batch["completion_ids"],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from grpo_ext.config.added_losses import INITIAL, Distillation, ReverseKL, added_losses
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.objective.aggregation import StepTotals
-from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
+from grpo_ext.packing.micro_batches import MicroBatch, active_mask, regroup, silent
 from grpo_ext.packing.obstacles import causal_lm
 from grpo_ext.packing.policy import Scores
 from grpo_ext.trainer.added_losses import AddedLosses
@@ -88,10 +88,10 @@ class LossHooks(RolloutHooks):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Scores:
         return self._scorer.tokens(*args, **kwargs)
 
-    def _scores(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None) -> Scores:
+    def _scores(self, model: nn.Module, inputs: MicroBatch, active: Tensor | None) -> Scores:
         """Score a micro-batch: one forward for the loss and for old log-probabilities."""
         score = self._get_per_token_logps_and_entropies
-        return self._scorer.micro_batch(score, model, inputs, live, aux_loss=self.aux_loss_enabled)
+        return self._scorer.micro_batch(score, model, inputs, active, aux_loss=self.aux_loss_enabled)
 
     def _logps(self, model: nn.Module, batch: Mapping[str, Any], *, entropy: bool = False) -> tuple[Tensor, Any]:
         """Return log-probabilities of a generation's tokens, and their entropies where asked for."""
@@ -101,20 +101,20 @@ class LossHooks(RolloutHooks):
             scores = self._scorer.micro_batch(score, model, cast(MicroBatch, batch), entropy=entropy, batch_size=rows)
         return scores[0], scores[1]
 
-    def _live_rows(self, inputs: MicroBatch, mode: str) -> Tensor | None:
+    def _active_rows(self, inputs: MicroBatch, mode: str) -> Tensor | None:
         """Rows that have a gradient, or None where all are computed."""
         if mode != "train" or not self._skips:
             return None
         drift = self._drift is not None and "sampling_per_token_logps" in inputs and not self._sampler_corrected
         if drift and inputs is self._buffered_inputs[0]:  # its check reads all rows: no pass came before it
             return None
-        live = ~silent(inputs["advantages"])
-        return None if live.all() else live
+        active = ~silent(inputs["advantages"])
+        return None if active.all() else active
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
         mode, outputs = self._log.mode, list[LossOutput]()
-        totals = self._totals(inputs, live_mask(inputs), mode)
-        parts = self._scorer.parts(model, inputs, self._live_rows(inputs, mode))
+        totals = self._totals(inputs, active_mask(inputs), mode)
+        parts = self._scorer.parts(model, inputs, self._active_rows(inputs, mode))
         added = self._generation.added_totals_of(inputs) if mode == "train" and self._added.losses else []
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
         count = sum(not part.is_spare for part in parts)
@@ -125,7 +125,7 @@ class LossHooks(RolloutHooks):
             at = Moment(mode == "train", accumulation, weighed, coef, count, self._proximal_share)
             with nullcontext() if last else more_to_come(self.accelerator, model):
                 heads = self._added.teacher_heads(self._unwrapped, part.inputs) if added else []
-                output = self._loss(self._scores(model, part.inputs, part.live), part, totals, at)
+                output = self._loss(self._scores(model, part.inputs, part.active), part, totals, at)
                 if added and not part.is_spare:
                     progress = self.state.global_step, self.state.max_steps
                     output = self._added.add(output, model, part.inputs, heads, added, progress)
@@ -217,7 +217,8 @@ class LossHooks(RolloutHooks):
         if batches:
             with forward_only(self.model, self.args):
                 for batch in batches:
-                    batch["old_per_token_logps"] = self._scores(self.model, batch, self._live_rows(batch, "train"))[0]
+                    active = self._active_rows(batch, "train")
+                    batch["old_per_token_logps"] = self._scores(self.model, batch, active)[0]
 
     def _totals(self, inputs: MicroBatch, mask: Tensor, mode: str) -> StepTotals:
         """Denominators of the optimizer step that a micro-batch belongs to."""
