@@ -121,7 +121,7 @@ def sharing(device: str) -> str:
     ids = torch.randint(3, len(CHARACTERS), (8, prompt + length), generator=g)
     ids[:, :prompt] = ids[:1, :prompt]
     mask = (torch.arange(prompt + length) < prompt + torch.randint(2, length + 1, (8, 1), generator=g)).long()
-    ids, mask, live = ids.to(device), mask.to(device), mask[:, prompt:].bool().to(device)
+    ids, mask, active = ids.to(device), mask.to(device), mask[:, prompt:].bool().to(device)
     logits = network(device).float().to(device)(input_ids=ids, attention_mask=mask).logits[:, prompt - 1 : -1]
     exact = logits.log_softmax(-1).gather(-1, ids[:, prompt:, None])[..., 0].detach()
     off, gradients = {}, {}
@@ -130,8 +130,8 @@ def sharing(device: str) -> str:
         model = made.model.to(device)
         logps = made._get_per_token_logps_and_entropies(model, ids, mask, length)[0]
         assert made.sharing.possible == (shared == "true"), made.sharing.describe()
-        off[shared] = (logps.float() - exact)[live].abs().mean().item()
-        (logps * live).sum().backward()
+        off[shared] = (logps.float() - exact)[active].abs().mean().item()
+        (logps * active).sum().backward()
         gradients[shared] = torch.cat([p.grad.float().flatten() for p in model.parameters()])
     apart = ((gradients["true"] - gradients["false"]).norm() / gradients["false"].norm()).item()
     bound = 0.05 if device == "cuda" else 1e-4

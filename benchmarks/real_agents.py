@@ -241,8 +241,8 @@ class Recorder(GRPOExtTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        live = (output["completion_mask"] * output["tool_mask"]).bool()
-        rows = zip(self._made, output["completion_ids"], live, strict=True)
+        active = (output["completion_mask"] * output["tool_mask"]).bool()
+        rows = zip(self._made, output["completion_ids"], active, strict=True)
         self.attempts += [
             {
                 "turns": len(made.turns),

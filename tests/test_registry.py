@@ -185,8 +185,8 @@ def test_a_surrogate_named_by_path_becomes_a_loss(module, name, factor, settings
     module(SURROGATE)
     mine, inputs = objective(f"users_module:{name}", **settings), batch()
     _, gradient = loss_and_gradient(mine, inputs)
-    live = inputs["mask"].double()
-    expected = -factor * inputs["advantages"][:, None] * live / live.sum()  # a row's default is the token mean
+    active = inputs["mask"].double()
+    expected = -factor * inputs["advantages"][:, None] * active / active.sum()  # a row's default is the token mean
     assert (gradient - expected).abs().max() < 1e-12
     assert mine.row.function.__name__ == name
     assert name in mine.describe()

@@ -106,8 +106,8 @@ class RewardError(RuntimeError):
         super().__init__(redacted_text(message))
 
 
-class AttemptsFailed(RuntimeError):
-    """Each attempt at an environment has failed, generation after generation; raised on all processes."""
+class EpisodesFailed(RuntimeError):
+    """Each episode in an environment has failed, generation after generation; raised on all processes."""
 
 
 class NonFiniteError(RuntimeError):

@@ -29,9 +29,9 @@ from grpo_ext.data.config import is_generated
 from grpo_ext.data.files import is_path
 from grpo_ext.errors import (
     NOT_FINISHED,
-    AttemptsFailed,
     ConfigError,
     DataError,
+    EpisodesFailed,
     NonFiniteError,
     OutOfMemory,
     Problem,
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except DataError as error:
         print(ConfigError(error.problems), file=sys.stderr)
         leave(2)
-    except (AttemptsFailed, ConfigError, NonFiniteError, OutOfMemory, RewardError, RolloutDrift, SaveError) as error:
+    except (EpisodesFailed, ConfigError, NonFiniteError, OutOfMemory, RewardError, RolloutDrift, SaveError) as error:
         print(error, file=sys.stderr)
         leave(2)
     except (RankLost, SamplerLost, ServerLost) as error:

@@ -64,8 +64,8 @@ def test_only_rules_on_the_product_starve_long_completions():
 def test_the_law_fails_if_the_product_becomes_a_mean(monkeypatch):
     whole = sampler_correction.ratio_of
 
-    def mean(level, log_ratio, live):
-        return whole("geometric" if level == "sequence" else level, log_ratio, live)
+    def mean(level, log_ratio, active):
+        return whole("geometric" if level == "sequence" else level, log_ratio, active)
 
     monkeypatch.setattr(sampler_correction, "ratio_of", mean)
     assert not starves("sequence mask")

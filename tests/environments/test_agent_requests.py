@@ -19,11 +19,11 @@ from grpo_ext.environments import agents as agents_module
 from grpo_ext.environments import compatibility, loop
 from grpo_ext.environments import hosts as hosting
 from grpo_ext.environments.agents import Agents
-from grpo_ext.environments.attempt import Attempt, AttemptLimits
 from grpo_ext.environments.composition import parse_environments
 from grpo_ext.environments.endpoint.history import History
 from grpo_ext.environments.endpoint.requests import ChatRequest, PendingRequest
 from grpo_ext.environments.endpoint.server import Inbox
+from grpo_ext.environments.episode import Episode, EpisodeLimits
 from grpo_ext.environments.hosts import EnvironmentHost
 from grpo_ext.environments.library.command import model_variables
 from grpo_ext.environments.protocol import AgentTask
@@ -46,7 +46,7 @@ def hosts():
 
 
 def limits(completion):
-    return AttemptLimits(completion=completion, counts_all=True, context=None, ends=frozenset([EOS]))
+    return EpisodeLimits(completion=completion, counts_all=True, context=None, ends=frozenset([EOS]))
 
 
 # Depth.
@@ -175,10 +175,10 @@ def test_what_an_agent_never_waits_for_is_not_sampled_for_ever(hosts):
         Agents(Renderer(tiny.tokenizer(), {}), None, limits(400), True),
         tasks(spec(three_turns, max_turns=3), [{}]),
     )
-    attempt, refused, accepted = Attempt(0, task, hosts.open(task.spec, 0)), [], 0
-    made.begin(attempt, hosts.endpoint)
+    episode, refused, accepted = Episode(0, task, hosts.open(task.spec, 0)), [], 0
+    made.begin(episode, hosts.endpoint)
     for _ in range(6):
-        request = PendingRequest(attempt.line.number, ChatRequest(GO), refused.append)
+        request = PendingRequest(episode.line.number, ChatRequest(GO), refused.append)
         made._inbox.put(request)
         calls = made.take()
         accepted += len(calls)
@@ -186,7 +186,7 @@ def test_what_an_agent_never_waits_for_is_not_sampled_for_ever(hosts):
         assert made.limited(calls) == ([], [])
     assert (accepted, [one.code for one in refused]) == (4, ["turn_limit_exceeded"] * 2)
     made.close()
-    attempt.connection.close()
+    episode.connection.close()
 
 
 # Room.
@@ -257,12 +257,12 @@ RUN = {"run": ["python3", "{folder}/a.py"]}
         ({"name": "command", "kwargs": RUN | {"test": ["a-program-that-is-not-there"]}}, "no such program"),
         ({"name": "command", "kwargs": RUN | {"env": {"N": 3}}}, "not a mapping of texts to texts"),
         ({"name": "command", "kwargs": RUN | {"files": {"a.json": {"b": "c"}}}}, "not a mapping of texts to texts"),
-        ({"name": "command", "kwargs": RUN | {"files": {"/a.json": "c"}}}, "a path that leaves the attempt's folder"),
+        ({"name": "command", "kwargs": RUN | {"files": {"/a.json": "c"}}}, "a path that leaves the episode's folder"),
         ({"name": "command", "kwargs": RUN | {"reward_file": "r"}}, "has no effect with reward: exit"),
         ({"name": "command", "kwargs": RUN | {"reward": "file", "reward_file": 5}}, "a path that leaves"),
         (
             {"name": "command", "kwargs": RUN | {"reward": "file", "reward_file": "../r"}},
-            "a path that leaves the attempt's folder",
+            "a path that leaves the episode's folder",
         ),
         ({"name": "command", "kwargs": RUN, "secrets": ["NOT_THERE_KEY"]}, "not set in the environment"),
         ({"name": "command", "kwargs": RUN, "secrets": "HF_TOKEN"}, "not a list"),
@@ -285,7 +285,7 @@ def test_options_that_cannot_work_are_refused_before_the_start(entry, reason):
         {"run": ["{program}"], "reward": "file", "reward_file": "r"},
     ],
 )
-def test_a_program_of_the_attempt_is_looked_for_there(options):
+def test_a_program_of_the_episode_is_looked_for_there(options):
     assert parse_environments([{"name": "command", "kwargs": options}])[1] == []
 
 
@@ -352,7 +352,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("killed", range(1, 5))  # its warden, the attempt, the fork server, the server's warden
+@pytest.mark.parametrize("killed", range(1, 5))  # its warden, the episode, the fork server, the server's warden
 def test_no_program_outlives_the_processes_above_it(hosts, tmp_path, killed):
     options = {"run": [sys.executable, "-c", STRAYS, str(killed)], "env": {"PLACE": str(tmp_path / "pids")}}
     [made], _ = run(hosts, tasks(spec("command", kwargs=options), [{}]))
@@ -429,7 +429,7 @@ def test_many_requests_leave_time_to_look_at_the_end_of_the_run(monkeypatch):
 
 
 class Seen(Random):
-    """Notes how many attempts are open."""
+    """Notes how many episodes are open."""
 
     most = 0
 
@@ -438,8 +438,8 @@ class Seen(Random):
         return super().generate(asked)
 
 
-def test_attempts_are_played_in_turn_where_descriptors_are_few(hosts, monkeypatch):
-    monkeypatch.setattr(loop, "most_attempts", lambda: 3)
+def test_episodes_are_played_in_turn_where_descriptors_are_few(hosts, monkeypatch):
+    monkeypatch.setattr(loop, "most_episodes", lambda: 3)
     engine = Seen()
     engine.hosts = hosts
     made, _ = run(hosts, tasks(spec(three_turns), [{}] * 10), engine)
@@ -464,7 +464,7 @@ def limited_to(soft, hard):
 def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes():
     def check():
         used = limited_to(70, 200)
-        return (hosting.most_attempts() == (200 - 64) // 4 or print(hosting.most_attempts())) and (
+        return (hosting.most_episodes() == (200 - 64) // 4 or print(hosting.most_episodes())) and (
             resource.getrlimit(resource.RLIMIT_NOFILE) == (used + 200, used + 200)
         )
 
@@ -474,6 +474,6 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes():
 def test_too_few_descriptors_are_refused_before_the_start(monkeypatch):
     monkeypatch.setattr(compatibility, "rollout_problems", lambda *given: ())
     assert not [*compatibility.setting_problems([spec(three_turns)], SimpleNamespace())]
-    monkeypatch.setattr(compatibility, "most_attempts", lambda raised: 4)
+    monkeypatch.setattr(compatibility, "most_episodes", lambda raised: 4)
     [problem] = compatibility.setting_problems([spec(three_turns)], SimpleNamespace())
-    assert "suffice for 4 attempts" in problem.reason
+    assert "suffice for 4 episodes" in problem.reason

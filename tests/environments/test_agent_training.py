@@ -13,7 +13,7 @@ from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.environments.endpoint.server import Endpoint
 from grpo_ext.environments.library.command import Command
 from grpo_ext.environments.protocol import AgentTask
-from grpo_ext.errors import AttemptsFailed, ConfigError
+from grpo_ext.errors import ConfigError, EpisodesFailed
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.trainer.diagnosis.rules import diagnose
 from support import agents, tiny
@@ -63,11 +63,11 @@ def trained(*given, **settings):
 
 def check(made, name, version=1):
     assert made.state.global_step == 2
-    for row, attempt in enumerate(made.attempts):
-        assert attempt.failure is None
-        live = (made.output["completion_mask"] * made.output["tool_mask"])[row].bool()
-        assert made.output["completion_ids"][row][live].tolist() == [i for t in attempt.turns for i in t.sampled]
-        assert attempt.turns[0].version == version
+    for row, episode in enumerate(made.episodes):
+        assert episode.failure is None
+        active = (made.output["completion_mask"] * made.output["tool_mask"])[row].bool()
+        assert made.output["completion_ids"][row][active].tolist() == [i for t in episode.turns for i in t.sampled]
+        assert episode.turns[0].version == version
     log = made.state.log_history[0]
     assert log[f"environments/{name}/failed"] == 0
     assert log[f"environments/{name}/turns"] >= 1
@@ -94,9 +94,9 @@ def test_the_table_of_completions_has_the_branches(tmp_path):
     entry = {"path": f"{agents.__file__}:branches"}
     made = trained(tmp_path, entry, max_steps=1, log_completions=True, num_completions_to_print=0)
     shown = list(made._logs["extra"]["branches"])
-    assert len(shown) == len(made.attempts)
-    for text, attempt in zip(shown, made.attempts, strict=True):
-        assert text == attempt.branches
+    assert len(shown) == len(made.episodes)
+    for text, episode in zip(shown, made.episodes, strict=True):
+        assert text == episode.branches
         assert "--- branch 1: after message 0 of prompt and completion ---\n\n[user]\nsub:" in text
 
 
@@ -137,18 +137,18 @@ def test_the_first_crash_of_a_program_is_shown_once_and_all_are_counted_and_kept
 
 
 @pytest.mark.slow
-def test_a_run_stops_when_every_attempt_has_failed_for_long(tmp_path):
+def test_a_run_stops_when_every_episode_has_failed_for_long(tmp_path):
     settings = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 20}
     entry = {"path": f"{agents.__file__}:never"}
     made = trainer_of(tmp_path / "lost", entry, **settings)
-    with pytest.raises(AttemptsFailed, match=r"every attempt of 5 generations in a row.*no world.*resume"):
+    with pytest.raises(EpisodesFailed, match=r"every episode of 5 generations in a row.*no world.*resume"):
         made.train()
     assert made.state.global_step == 4
     made = trained(tmp_path / "paid", entry | {"on_error": 0.0}, **settings | {"max_steps": 6})
     assert made.state.global_step == 6
 
 
-@pytest.mark.slow  # each attempt imports the client
+@pytest.mark.slow  # each episode imports the client
 def test_a_program_is_trained_and_its_key_is_in_no_file(tmp_path, monkeypatch):
     keys, made_of = set(), Endpoint._key
     monkeypatch.setattr(
@@ -189,7 +189,7 @@ open("seen", "w").write(open(os.environ["HOME"] + "/deep/note").read())
     [
         ({"name": "command", "kwargs": {"run": "python agent.py"}}, "not a list of texts"),
         ({"name": "command", "kwargs": {"run": ["a"], "reward": "luck"}}, "not a kind of reward"),
-        ({"name": "command", "kwargs": {"run": ["a"], "files": {"../a": "b"}}}, "leaves the attempt's folder"),
+        ({"name": "command", "kwargs": {"run": ["a"], "files": {"../a": "b"}}}, "leaves the episode's folder"),
         ({"name": "command", "kwargs": {"run": ["a"], "reward": "none"}}, "no source of rewards"),
         ({"path": f"{__file__}:check"}, "nor an async function"),
     ],

@@ -18,11 +18,11 @@ import psutil
 import pytest
 from trl.chat_template_utils import parse_response
 
-from grpo_ext.environments.attempt import AttemptLimits, Task
 from grpo_ext.environments.compatibility import reader_of
 from grpo_ext.environments.composition import EnvironmentSpec
+from grpo_ext.environments.episode import EpisodeLimits, Task
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import Attempts
+from grpo_ext.environments.loop import EpisodeLoop
 from grpo_ext.environments.protocol import Conversation, Step
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import Sample
@@ -152,8 +152,8 @@ async def insists(row, client):
         (8, 6, None, ["context_length_exceeded"] * 3, 1),
     ],
 )
-def test_limits_refuse_requests_and_the_attempt_is_cut(hosts, length, completion, context, found, turns):
-    limits = AttemptLimits(completion=completion, counts_all=True, context=context, ends=frozenset([EOS]))
+def test_limits_refuse_requests_and_the_episode_is_cut(hosts, length, completion, context, found, turns):
+    limits = EpisodeLimits(completion=completion, counts_all=True, context=context, ends=frozenset([EOS]))
     rows = [{"length": length, "found": found}]
     [made], _ = run(hosts, tasks(spec(insists, max_turns=2), rows), Random(letters=7), limits)
     assert made.failure is None
@@ -172,7 +172,7 @@ async def minds_no_limit(row, client):
 
 @pytest.mark.parametrize(("completion", "most"), [(400, 2), (12, 9)])
 def test_an_agent_that_raises_at_a_limit_is_paid_0(hosts, completion, most):
-    limits = AttemptLimits(completion=completion, counts_all=True, context=None, ends=frozenset([EOS]))
+    limits = EpisodeLimits(completion=completion, counts_all=True, context=None, ends=frozenset([EOS]))
     [made], _ = run(hosts, tasks(spec(minds_no_limit, max_turns=most), [{"length": 1}]), Random(letters=7), limits)
     assert (made.failure, made.reward, made.truncated) == (None, 0.0, True)
     assert made.turns
@@ -180,7 +180,7 @@ def test_an_agent_that_raises_at_a_limit_is_paid_0(hosts, completion, most):
 
 
 def test_a_first_request_without_room_is_a_failure(hosts):
-    limits = AttemptLimits(completion=400, counts_all=True, context=2, ends=frozenset([EOS]))
+    limits = EpisodeLimits(completion=400, counts_all=True, context=2, ends=frozenset([EOS]))
     [made], _ = run(hosts, tasks(spec(minds_no_limit), [{"length": 8}]), limits=limits)
     assert made.reward is None
     assert re.match("raised: run: .*no room for an answer", made.failure)
@@ -240,7 +240,7 @@ class Calls(Random):
     def generate(self, asked):
         made, found = speakers.tokenizer(), []
         for one in asked:
-            turns = self.seen.setdefault(one.attempt, [])
+            turns = self.seen.setdefault(one.episode, [])
             text = "ab<|im_end|>" if len(turns) % 2 else speakers.called("add", number=1)
             turns.append((one.context, made(text, add_special_tokens=False)["input_ids"]))
             found.append((one, Sample(turns[-1][1], None)))
@@ -307,7 +307,7 @@ class Speaker(Random):
             ]
             text = self.draw.choice(texts) + ("" if self.draw.random() < 0.9 else "x")
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][: one.limit]
-            self.seen.setdefault(one.attempt, []).append((one.context, ids))
+            self.seen.setdefault(one.episode, []).append((one.context, ids))
             found.append((one, Sample(ids, [-0.5] * len(ids))))
         return found
 
@@ -334,8 +334,8 @@ def run_with_tools(hosts, todo, engine):
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
     ends = frozenset([tokenizer.eos_token_id])
-    limits = AttemptLimits(completion=20_000, counts_all=True, context=None, ends=ends)
-    return Attempts(engine, hosts, Renderer(tokenizer, {}), parsed, limits).run(todo), engine
+    limits = EpisodeLimits(completion=20_000, counts_all=True, context=None, ends=ends)
+    return EpisodeLoop(engine, hosts, Renderer(tokenizer, {}), parsed, limits).run(todo), engine
 
 
 def test_each_sampled_id_is_trained_once_where_it_was_sampled(hosts):
@@ -430,7 +430,7 @@ FAULTS = {
 }
 
 
-def test_a_fault_costs_its_own_attempt_only(hosts):
+def test_a_fault_costs_its_own_episode_only(hosts):
     programs = ["ask('a')", *FAULTS, "ask('a')"]
     todo = []
     for i, program in enumerate(programs):
@@ -461,7 +461,7 @@ def test_the_end_of_what_an_agent_and_its_test_print_is_kept_without_keys(hosts)
     assert (len(agent) < 2000, test) == (True, "one\ntwo")
 
 
-def test_each_fault_of_an_agent_costs_its_own_attempt_and_leaves_nothing(hosts):
+def test_each_fault_of_an_agent_costs_its_own_episode_and_leaves_nothing(hosts):
     faults = [None, *agents.FAULTS, None]
     todo = agent_runs.faulty(faults)
     usual, _ = run(hosts, [replace(task, row={"fault": None}) for task in todo])
@@ -538,14 +538,14 @@ async def misbehaves(row, client):
     return 1.0
 
 
-def test_what_may_not_be_asked_is_refused_and_the_attempt_goes_on(hosts):
+def test_what_may_not_be_asked_is_refused_and_the_episode_goes_on(hosts):
     LEFT.clear()
     [made], _ = run(hosts, tasks(spec(misbehaves), [{}]))
     assert made.failure is None
     assert len(made.turns) == 2
     [(url, good)] = LEFT
     got = httpx.post(f"{url}/chat/completions", headers=good, json={"messages": GO})
-    assert (got.status_code, got.json()["error"]["code"]) == (410, "attempt_ended")
+    assert (got.status_code, got.json()["error"]["code"]) == (410, "episode_ended")
     assert url.startswith("http://127.0.0.1:")
 
 

@@ -1,4 +1,4 @@
-"""What a program leaves behind neither pays nor fails its attempt, and reaches nothing outside of its folder."""
+"""What a program leaves behind neither pays nor fails its episode, and reaches nothing outside of its folder."""
 
 from pathlib import Path
 

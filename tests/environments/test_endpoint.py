@@ -414,7 +414,7 @@ def status(url, key, body=b"{"):
     return httpx.post(f"{url}/v1/chat/completions", headers=bearer(key), content=body, trust_env=False).status_code
 
 
-def test_only_the_key_of_an_attempt_shows_that_it_was_there(endpoint):
+def test_only_the_key_of_an_episode_shows_that_it_was_there(endpoint):
     opened, inbox = endpoint
     one, other = (opened.open(inbox, lambda: None) for _ in range(2))
     root = one.url.rpartition("/")[0]
@@ -450,7 +450,7 @@ def test_connections_are_bounded_and_none_stays_without_a_key(monkeypatch, caplo
     assert not caplog.records
 
 
-def test_an_attempt_has_a_share_of_the_connections_and_headers_have_a_limit(monkeypatch):
+def test_an_episode_has_a_share_of_the_connections_and_headers_have_a_limit(monkeypatch):
     monkeypatch.setattr(server, "_MOST_CONNECTIONS", 20)
     opened, inbox = server.Endpoint({}), server.Inbox()
     greedy, modest = (opened.open(inbox, lambda: None) for _ in range(2))

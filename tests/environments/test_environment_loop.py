@@ -17,10 +17,10 @@ from tokenizers import decoders
 from grpo_ext import waiting
 from grpo_ext.child_processes import FOLDER_PREFIX, LOADING_SECONDS
 from grpo_ext.environments import fork_server
-from grpo_ext.environments.attempt import AttemptLimits, Task
 from grpo_ext.environments.composition import parse_environments
+from grpo_ext.environments.episode import EpisodeLimits, Task
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import Attempts
+from grpo_ext.environments.loop import EpisodeLoop
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.session import EnvironmentFailed
 from grpo_ext.errors import SamplerLost
@@ -30,12 +30,12 @@ from support import tiny, worlds
 from support.processes import PATIENCE
 
 EOS, LETTERS = 1, range(3, 29)
-LIMITS = AttemptLimits(completion=200, counts_all=True, context=None, ends=frozenset([EOS]))
+LIMITS = EpisodeLimits(completion=200, counts_all=True, context=None, ends=frozenset([EOS]))
 HERE = Path(worlds.__file__)
 
 
 class Scripted:
-    """A policy whose turns depend on the attempt only."""
+    """A policy whose turns depend on the episode only."""
 
     version, pending, descriptor = 3, 0, None
 
@@ -44,8 +44,8 @@ class Scripted:
         self.said = {}
 
     @staticmethod
-    def _random(attempt, turn):
-        g = np.random.default_rng((attempt, turn))
+    def _random(episode, turn):
+        g = np.random.default_rng((episode, turn))
         return [*g.integers(LETTERS.start, LETTERS.stop, g.integers(1, 6)).tolist(), EOS]
 
     def anyone(self, here, leaves):
@@ -53,17 +53,17 @@ class Scripted:
 
     def generate(self, asked):
         if asked:
-            self.waves.append([one.attempt for one in asked])
+            self.waves.append([one.episode for one in asked])
         samples = []
         for one in asked:
-            turns = self.said.setdefault(one.attempt, [])
-            turns.append(self.turn(one.attempt, len(turns))[: one.limit])
+            turns = self.said.setdefault(one.episode, [])
+            turns.append(self.turn(one.episode, len(turns))[: one.limit])
             samples.append((one, Sample(turns[-1], None)))
         return samples
 
 
 class Requests(Scripted):
-    """The same in threads; a turn takes the `seconds` of its attempt."""
+    """The same in threads; a turn takes the `seconds` of its episode."""
 
     def __init__(self, seconds):
         super().__init__()
@@ -77,7 +77,7 @@ class Requests(Scripted):
 
     def generate(self, asked):
         for one, sample in super().generate(asked):
-            future = self.threads.submit(time.sleep, self.seconds[one.attempt])
+            future = self.threads.submit(time.sleep, self.seconds[one.episode])
             self.asked[future] = one, sample
             future.add_done_callback(lambda _: os.write(self.told, b"."))
         with suppress(BlockingIOError):
@@ -131,14 +131,14 @@ def run(hosts, todo, engine=None, limits=LIMITS, tokenizer=None):
     def parsed(ids, context, tools):
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
-    attempts = Attempts(engine, hosts, Renderer(tokenizer, {}), parsed, limits)
-    return [trajectory for trajectory, _ in attempts.run(todo)], engine
+    episodes = EpisodeLoop(engine, hosts, Renderer(tokenizer, {}), parsed, limits)
+    return [trajectory for trajectory, _ in episodes.run(todo)], engine
 
 
 # Faults.
 
 
-def test_each_fault_fails_its_own_attempt_only(hosts):
+def test_each_fault_fails_its_own_episode_only(hosts):
     faults = [None, *worlds.FAULTS, None]
     sound, _ = run(hosts, tasks(spec(), [{"fault": None}] * len(faults)))
     todo = tasks(spec(), [{"fault": fault} for fault in faults])
@@ -198,7 +198,7 @@ def test_a_fork_server_that_hangs_fails_the_attempts_of_one_generation(hosts, mo
     todo = tasks(spec("Slow"), [{"seconds": [0.0]}] * 40)
     sound, _ = run(hosts, todo)
     [server] = hosts._servers.values()
-    server._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # fewer messages than attempts
+    server._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # fewer messages than episodes
     [below] = psutil.Process(server._child.process.pid).children()  # that is its warden
     below.suspend()
     monkeypatch.setattr(fork_server, "LOADING_SECONDS", 1.0)
@@ -216,7 +216,7 @@ def test_on_error_may_name_a_reward(hosts):
     assert lost.failure == "died: it ended with exit code 3"
 
 
-def test_each_attempt_fails_if_the_class_cannot_be_imported(hosts, tmp_path):
+def test_each_episode_fails_if_the_class_cannot_be_imported(hosts, tmp_path):
     (tmp_path / "vanishing.py").write_text((HERE).read_text())
     [found], problems = parse_environments([f"{tmp_path}/vanishing.py:Faulty"])
     assert not problems
@@ -242,7 +242,7 @@ def test_processes_that_fork_end_or_get_large_options(hosts, name, settings, row
     assert time.monotonic() - begun < LOADING_SECONDS
 
 
-def test_an_attempt_fails_if_its_environment_cannot_be_started(hosts, monkeypatch):
+def test_an_episode_fails_if_its_environment_cannot_be_started(hosts, monkeypatch):
     def full(*_):
         raise RuntimeError("can't start new thread")
 
@@ -310,11 +310,11 @@ def _answer(line):
 # Time.
 
 
-def meeting(folder, *attempts):
+def meeting(folder, *episodes):
     """Rows of `worlds.Meets`, of which each has turns, the turn in which it arrives, and for how many it waits."""
     return [
         {"folder": str(folder), "place": i, "turns": turns, "arrives": arrives, "count": count}
-        for i, (turns, arrives, count) in enumerate(attempts)
+        for i, (turns, arrives, count) in enumerate(episodes)
     ]
 
 
@@ -326,7 +326,7 @@ def test_fast_environments_do_not_wait_for_slow_ones(hosts, tmp_path):
     assert engine.waves[-1] == [0]
 
 
-def test_requests_are_sent_as_attempts_are_ready(hosts):
+def test_requests_are_sent_as_episodes_are_ready(hosts):
     """The others do not wait for the first, whose turns take long."""
     with closing(Requests([1.0, 0.0, 0.0])) as engine:
         done, _ = run(hosts, tasks(spec("Slow"), [{"seconds": [0.0] * 3}] * 3), engine)
@@ -378,7 +378,7 @@ def test_a_template_that_rewrites_the_history_makes_another_row(hosts):
         "{% else %}{{ m['content'] }}={% endif %}{% endfor %}"
     )
     a, b = (tiny.WORDS.index(letter) for letter in "ab")
-    script = Scripted(lambda attempt, turn: [a, b, EOS] if turn == 0 and attempt == 0 else [b, EOS])
+    script = Scripted(lambda episode, turn: [a, b, EOS] if turn == 0 and episode == 0 else [b, EOS])
     (rewritten, plain), engine = run(hosts, tasks(spec(), [{"fault": None}] * 2), script, tokenizer=tokenizer)
     assert [t.sampled for t in rewritten.turns] == engine.said[0]
     assert (len(rewritten.rows()), len(plain.rows())) == (2, 1)
@@ -396,7 +396,7 @@ def test_special_tokens_in_observations_are_text(hosts):
 
 
 @pytest.mark.parametrize("afresh", [False, True])
-def test_an_attempt_fails_if_the_template_leaves_out_an_observation(hosts, afresh):
+def test_an_episode_fails_if_the_template_leaves_out_an_observation(hosts, afresh):
     """It renders the first message alone where `afresh`, else no message of a user after the first."""
     tokenizer = tiny.tokenizer()
     only = "m['role'] == 'user'" if afresh else "m['role'] == 'assistant' or loop.first"
@@ -421,7 +421,7 @@ def test_the_limit_counts_all_tokens_or_those_of_the_policy(hosts, counts_all, t
 
 def test_a_turn_that_does_not_end_is_the_last_and_so_is_that_of_max_turns(hosts):
     todo = [*tasks(spec(), [{"fault": None}]), *tasks(spec(max_turns=2), [{"fault": None}])]
-    script = Scripted(lambda attempt, turn: [5, EOS] if attempt else [5] * 9)
+    script = Scripted(lambda episode, turn: [5, EOS] if episode else [5] * 9)
     (endless, ended), _ = run(hosts, todo, script, replace(LIMITS, completion=20))
     assert ([turn.sampled for turn in endless.turns], endless.truncated, endless.failure) == ([[5] * 9], True, None)
     assert ([turn.reward for turn in ended.turns], ended.truncated) == ([0.25, 0.25], True)  # it was judged
@@ -440,7 +440,7 @@ def test_environments_in_processes_and_threads_run_in_parallel(hosts, where, tmp
 def test_environments_in_this_process_are_played_in_waves(hosts):
     [guess], _ = parse_environments([{"name": "guess", "kwargs": {"high": 9, "guesses": 3}}])
     nine = tiny.WORDS.index("9")
-    script = Scripted(lambda attempt, turn: [nine - (attempt == 1), EOS])
+    script = Scripted(lambda episode, turn: [nine - (episode == 1), EOS])
     done, engine = run(hosts, tasks(guess, [{"solution": "9"}, {"solution": "9"}, {"solution": "1"}]), script)
     assert [[turn.reward for turn in t.turns] for t in done] == [[1.0], [-0.0] * 3, [-0.0] * 3]
     assert [m["content"] for m in done[2].messages] == ["9", "lower", "9", "lower", "9", "lower"]

@@ -60,11 +60,11 @@ def trainer(tmp_path_factory):
 
 
 def test_a_model_that_plays_is_trained_on_what_it_said(trainer):
-    output, attempts = trainer.output, trainer.attempts
-    for row, attempt in enumerate(attempts):
-        live = (output["completion_mask"] * output["tool_mask"])[row].bool()
-        assert output["completion_ids"][row][live].tolist() == [i for t in attempt.turns for i in t.sampled]
-        assert attempt.turns[0].version == 1
+    output, episodes = trainer.output, trainer.episodes
+    for row, episode in enumerate(episodes):
+        active = (output["completion_mask"] * output["tool_mask"])[row].bool()
+        assert output["completion_ids"][row][active].tolist() == [i for t in episode.turns for i in t.sampled]
+        assert episode.turns[0].version == 1
     log = trainer.state.log_history[0]
     assert 1 <= log["environments/guess/turns"] == pytest.approx(log["rewards/turns/mean"])
     assert log["environments/guess/failed"] == 0
@@ -92,17 +92,17 @@ def test_a_run_is_a_function_of_its_recipe_and_seed(trainer, tmp_path):
     assert not torch.equal(weights(trainer.model), weights(tiny.model()))
 
 
-def test_a_failing_environment_of_two_costs_its_own_attempts(tmp_path):
+def test_a_failing_environment_of_two_costs_its_own_episodes(tmp_path):
     faults = [None, "raises in reset", None, "exits"]  # every other row is of the environment that has them
     data = [
         {**row, "environment": ("guess", "Faulty")[i % 2], "fault": faults[i % 4]} for i, row in enumerate(asked())
     ]
     trainer = trained(tmp_path, [GUESS, {"path": f"{HERE}:Faulty"}], data, max_steps=4)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert {a.environment for a in trainer.attempts} <= {"guess", "Faulty"}
+    assert {a.environment for a in trainer.episodes} <= {"guess", "Faulty"}
     assert sum(entry.get("environments/Faulty/failed", 0) for entry in log) > 0
     assert not any(entry.get("environments/guess/failed", 0) for entry in log)
-    lost = torch.tensor([a.failure is not None for a in trainer.attempts])
+    lost = torch.tensor([a.failure is not None for a in trainer.episodes])
     assert (trainer.output["advantages"][lost] == 0).all()
     assert not trainer.episode_runner.hosts._servers
     table = trainer._logs["extra"]
@@ -111,7 +111,7 @@ def test_a_failing_environment_of_two_costs_its_own_attempts(tmp_path):
         (failure is None) or name == "Faulty"
         for failure, name in zip(table["failure"], table["environment_name"], strict=True)
     )
-    assert [len(rewards) for rewards in list(table["turn_rewards"])[-8:]] == [len(a.turns) for a in trainer.attempts]
+    assert [len(rewards) for rewards in list(table["turn_rewards"])[-8:]] == [len(a.turns) for a in trainer.episodes]
 
 
 class Unscored(worlds.Counter):
@@ -120,7 +120,7 @@ class Unscored(worlds.Counter):
 
 
 @pytest.mark.parametrize(("rewards", "unscored"), [(None, [True]), ([tiny.spread], [False, True])])
-def test_an_environment_without_a_reward_for_an_attempt_prints_no_row(rewards, unscored, tmp_path, caplog):
+def test_an_environment_without_a_reward_for_an_episode_prints_no_row(rewards, unscored, tmp_path, caplog):
     made = speakers.tokenizer()
     ours = type("Ours", (speakers.Ours,), {"script": [lambda i: "a" * i + "<|im_end|>"]})(
         speakers.model(made),

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_ext.environments.attempt import AttemptLimits, Task
 from grpo_ext.environments.composition import EnvironmentSpec
+from grpo_ext.environments.episode import EpisodeLimits, Task
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import Attempts
+from grpo_ext.environments.loop import EpisodeLoop
 from grpo_ext.environments.protocol import Conversation, Step
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import Sample, batch
@@ -90,8 +90,8 @@ class Babbler:
         samples = []
         for one in asked:
             ids = [*self.random.choice(self.ids, self.random.integers(0, 8)).tolist(), self.end][: one.limit]
-            self.seen.setdefault(one.attempt, []).append(one.context)
-            self.said.setdefault(one.attempt, []).append(ids)
+            self.seen.setdefault(one.episode, []).append(one.context)
+            self.said.setdefault(one.episode, []).append(ids)
             samples.append((one, Sample(ids, [-0.5] * len(ids))))
         return samples
 
@@ -104,13 +104,13 @@ def test_trained_ids_are_sampled_ids(make, closing):
     engine = Babbler(range(len(tokenizer)), end)
     spec = EnvironmentSpec("babble", Babble, max_turns=6)
     todo = [Task(spec, {"place": i}, [{"role": "user", "content": "go"}], None, i) for i in range(TRAJECTORIES // 2)]
-    limits = AttemptLimits(completion=300, counts_all=True, context=None, ends=frozenset([end]))
+    limits = EpisodeLimits(completion=300, counts_all=True, context=None, ends=frozenset([end]))
 
     def parsed(ids, context, tools):
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
-    attempts = Attempts(engine, EnvironmentHost(), Exact(tokenizer, {}), parsed, limits)
-    done = [trajectory for trajectory, _ in attempts.run(todo)]
+    episodes = EpisodeLoop(engine, EnvironmentHost(), Exact(tokenizer, {}), parsed, limits)
+    done = [trajectory for trajectory, _ in episodes.run(todo)]
     rows = batch(done, [end])
     for number, (made, ids, mask) in enumerate(zip(done, rows.completion_ids, rows.tool_mask, strict=True)):
         assert made.failure is None

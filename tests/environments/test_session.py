@@ -107,7 +107,7 @@ def test_a_tools_result_becomes_text(value, text):
         (object(), "Return text, or give the object's class a method __str__"),
     ],
 )
-def test_a_tools_result_without_text_fails_the_attempt(value, reason):
+def test_a_tools_result_without_text_fails_the_episode(value, reason):
     kind, found = shown(value)["failed"]
     assert kind == "garbage"
     assert reason in found
@@ -205,7 +205,7 @@ def test_a_conversation_is_opened(opening, contents):
 
 
 @pytest.mark.parametrize("opening", [None, "!"])
-def test_a_prompt_of_parts_takes_text_and_fails_the_attempt_with_an_image(opening):
+def test_a_prompt_of_parts_takes_text_and_fails_the_episode_with_an_image(opening):
     [message] = opened([{"role": "user", "content": TEXTS}], {"opening": opening}, list)
     assert message["content"] == [*TEXTS, *([{"type": "text", "text": "!"}] if opening else [])]
     with pytest.raises(InvalidResult, match="the prompt has content of type 'image'"):

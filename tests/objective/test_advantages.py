@@ -35,12 +35,12 @@ def advantages(name, rewards, history=None, log_metric=None, mask=None, kl_rewar
     return estimate(name, rewards, offered, **options)
 
 
-def live(group):
+def active(group):
     return [r for r in group if r is not None]
 
 
 def silent(group):
-    return len(live(group)) < 2 or max(live(group)) == min(live(group))
+    return len(active(group)) < 2 or max(active(group)) == min(active(group))
 
 
 def fill(groups, value):
@@ -57,20 +57,20 @@ def flat(groups):
 
 def ref_group(groups, ddof=1, eps=1e-4):
     std = stdev if ddof else pstdev
-    return fill(groups, lambda g, r: (r - mean(live(g))) / (std(live(g)) + eps))
+    return fill(groups, lambda g, r: (r - mean(active(g))) / (std(active(g)) + eps))
 
 
 def ref_none(groups):
-    return fill(groups, lambda g, r: r - mean(live(g)))
+    return fill(groups, lambda g, r: r - mean(active(g)))
 
 
 def ref_batch(groups, ddof=1, eps=1e-4):
-    everything = live(flat(groups))
-    return fill(groups, lambda g, r: (r - mean(live(g))) / ((stdev if ddof else pstdev)(everything) + eps))
+    everything = active(flat(groups))
+    return fill(groups, lambda g, r: (r - mean(active(g))) / ((stdev if ddof else pstdev)(everything) + eps))
 
 
 def ref_loo(groups):
-    return fill(groups, lambda g, r: r - (sum(live(g)) - r) / (len(live(g)) - 1))  # minus the mean of the others
+    return fill(groups, lambda g, r: r - (sum(active(g)) - r) / (len(active(g)) - 1))  # minus the mean of the others
 
 
 def whitened(groups, tokens, ddof, floor):
@@ -88,13 +88,13 @@ def ref_reinforce_pp(groups, tokens=None, ddof=0, floor=1e-4):
 
 
 def ref_reinforce_pp_baseline(groups, tokens=None, ddof=0, floor=1e-4):
-    centred = [[None if r is None else 0.0 if silent(g) else r - mean(live(g)) for r in g] for g in groups]
+    centred = [[None if r is None else 0.0 if silent(g) else r - mean(active(g)) for r in g] for g in groups]
     out = whitened(centred, tokens or [[1] * len(g) for g in groups], ddof, floor)
     return [[0.0 if silent(g) else a for a in o] for g, o in zip(groups, out, strict=True)]
 
 
 def ref_maxrl(groups, eps=1e-6):
-    return fill(groups, lambda g, r: (r - mean(live(g))) / (mean(live(g)) + eps))
+    return fill(groups, lambda g, r: (r - mean(active(g))) / (mean(active(g)) + eps))
 
 
 def ref_minimind(groups, clamp=10.0, eps=1e-4, batch_eps=1e-8):
@@ -117,19 +117,21 @@ def moments(ps):
 
 def ref_beta(groups, history=(), low=0.0, high=1.0, cap=1e6):
     unit = [[None if r is None else (r - low) / (high - low) for r in g] for g in groups]
-    ps = [(p - low) / (high - low) for p in history] + [fmean(live(g)) for g in unit if live(g)]
+    ps = [(p - low) / (high - low) for p in history] + [fmean(active(g)) for g in unit if active(g)]
     a, b = moments(ps) or (0.0, 0.0)
     shape = max(1 + a / 3, 1), max(1 + b / 3, 1)
-    return fill(unit, lambda g, r: (r - mean(live(g))) * min(1 / beta_distribution.pdf(mean(live(g)), *shape), cap))
+    return fill(
+        unit, lambda g, r: (r - mean(active(g))) * min(1 / beta_distribution.pdf(mean(active(g)), *shape), cap)
+    )
 
 
 def ref_bernoulli(groups, eps=1e-4):
-    ps = [fmean(live(g)) for g in groups if live(g)]
+    ps = [fmean(active(g)) for g in groups if active(g)]
     a, b = moments(ps) or (1.0, 1.0)
     a, b = (a, b) if min(a, b) > 0 else (1.0, 1.0)
 
     def value(g, r):
-        mu = (a + sum(live(g))) / (a + b + len(live(g)))
+        mu = (a + sum(active(g))) / (a + b + len(active(g)))
         return (r - mu) / math.sqrt(mu * (1 - mu) + eps)
 
     return fill(groups, value)
@@ -143,13 +145,13 @@ def pass_rate(rewards, k):
 
 def ref_pass_at_k(groups, k=2):
     def value(group, index):
-        rewards = live(group)
+        rewards = active(group)
         others = rewards[:index] + rewards[index + 1 :]
         return len(rewards) * (pass_rate(rewards, k) - pass_rate(others, k)) if len(others) >= k else 0.0
 
     out = []
     for g in groups:
-        values = iter([] if silent(g) else [value(g, i) for i in range(len(live(g)))])
+        values = iter([] if silent(g) else [value(g, i) for i in range(len(active(g)))])
         out.append([0.0 if r is None or silent(g) else next(values) for r in g])
     return out
 
@@ -269,11 +271,11 @@ def test_reinforce_pp_does_not_whiten_rounding(name):
 
 
 def ref_returns(rewards, mask, kl, beta):
-    """Return of each live token, backwards as the recursion goes; None where the completion has no reward."""
+    """Return of each active token, backwards as the recursion goes; None where the completion has no reward."""
     out = []
-    for r, live_tokens, k in zip(rewards, mask, kl, strict=True):
+    for r, active_tokens, k in zip(rewards, mask, kl, strict=True):
         running, row = r, []
-        for m, x in reversed(list(zip(live_tokens, k, strict=True))):
+        for m, x in reversed(list(zip(active_tokens, k, strict=True))):
             if r is not None and m:
                 running -= beta * x
             row.append(running if m and r is not None else None)
@@ -283,7 +285,7 @@ def ref_returns(rewards, mask, kl, beta):
 
 @QUICK
 @given(data=st.data())
-def test_reinforce_pp_whitens_the_returns_of_live_tokens(data):
+def test_reinforce_pp_whitens_the_returns_of_active_tokens(data):
     """Against the recursion R_t = -beta KL_t + R_(t+1), with holes of tools and completions nobody scored."""
     groups, size, time, beta = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 4)), 4, 0.3
     count = groups * size
@@ -299,19 +301,19 @@ def test_reinforce_pp_whitens_the_returns_of_live_tokens(data):
     if len(set(counted)) > 1:
         centre, scale = fmean(counted), max(pstdev(counted), 1e-4)
         expected = [[0.0 if x is None else (x - centre) / scale for x in row] for row in returns]
-    live_mask = torch.tensor(mask).view(groups, size, time)
+    active_mask = torch.tensor(mask).view(groups, size, time)
     out = advantages(
         "reinforce_pp",
         tensor(rewards).view(groups, size),
-        mask=live_mask,
-        kl_rewards=-beta * tensor(kl).view(groups, size, time) * live_mask,
+        mask=active_mask,
+        kl_rewards=-beta * tensor(kl).view(groups, size, time) * active_mask,
     )
     torch.testing.assert_close(out.view(count, time), tensor(expected), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
 @pytest.mark.parametrize("ddof", [0, 1])
-def test_reinforce_pp_counts_a_completion_on_each_of_its_live_tokens(name, ddof):
+def test_reinforce_pp_counts_a_completion_on_each_of_its_active_tokens(name, ddof):
     mask = torch.tensor([[[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 0, 1]]]).repeat(len(MIXED), 1, 1)
     mask[1, 0] = 0
     out = advantages(name, tensor(MIXED), mask=mask, ddof=ddof)
@@ -582,7 +584,7 @@ def test_a_group_trains_for_pass_at_k_if_k_are_wrong_and_one_is_right(k):
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 def test_normalize_then_sum_equals_gdpo(dtype, tolerance):
     sums = weighted_advantages()
-    centre, scale = mean(live(flat(sums))), stdev(live(flat(sums)))
+    centre, scale = mean(active(flat(sums))), stdev(active(flat(sums)))
     for eps in (1e-4, 0.3):
         expected = [[0.0 if a is None else (a - centre) / (scale + eps) for a in g] for g in sums]
         out = combine("normalize_then_sum", dtype, eps=eps)

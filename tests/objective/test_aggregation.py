@@ -8,7 +8,7 @@ import torch
 from grpo_ext.objective.aggregation import StepTotals, aggregations, step_totals, token_sums
 
 LOSS = [[1.0, 2.0, 4.0], [8.0, math.nan, math.inf], [-3.0, 16.0, -math.inf], [math.nan, math.nan, math.nan]]
-MASK = [[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]  # 6 tokens in 3 live completions
+MASK = [[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]  # 6 tokens in 3 active completions
 TOTALS = StepTotals(torch.tensor(20.0), torch.tensor(10.0), torch.tensor(4.0))  # of the whole step
 OPTIONS = {"seq-mean-token-sum-norm": {"max_completion_length": 5}}
 
@@ -20,7 +20,7 @@ BY_HAND = {
     "seq-mean-token-sum-norm": ((7 + 8 + 13) / 50, [[1 / 50] * 3, [1 / 50, 0, 0], [1 / 50, 1 / 50, 0], [0] * 3]),
     "micro-batch-token-mean": ((7 + 8 + 13) / 6 / 4, [[1 / 24] * 3, [1 / 24, 0, 0], [1 / 24, 1 / 24, 0], [0] * 3]),
 }
-# the same for one loss per completion, which stands on all of its live tokens
+# the same for one loss per completion, which stands on all of its active tokens
 PER_COMPLETION = [[1.0], [2.0], [4.0], [math.nan]]
 PER_COMPLETION_BY_HAND = {
     "seq-mean-token-mean": (1 + 2 + 4) / 10,

@@ -52,11 +52,11 @@ def padded(inputs: dict, left: int, right: int, fill: float) -> dict:
 
 def expected_weights(settled, mask, per_completion) -> torch.Tensor:
     """Weight of each token's -A by the aggregation, counted in plain Python."""
-    live = mask.tolist()
-    n = [sum(row) for row in live]
+    active = mask.tolist()
+    n = [sum(row) for row in active]
     completions, tokens = sum(x > 0 for x in n), sum(n)
     out = torch.zeros(mask.shape, dtype=torch.float64)
-    for i, row in enumerate(live):
+    for i, row in enumerate(active):
         for t, alive in enumerate(row):
             weight = {
                 "seq-mean-token-mean": 1 / (completions * max(n[i], 1)),

@@ -250,7 +250,7 @@ def inputs(dtype, garbage=math.nan):
 
 
 def expected(terms, options, aggregation):
-    """Loss, and its gradients at the live tokens."""
+    """Loss, and its gradients at the active tokens."""
     value, gradient = 0.0, []
     for a, logps, x in LIVE:
         weight = WEIGHTS[aggregation](len(x))
@@ -264,12 +264,12 @@ def check(name, settings, options, dtype, tolerance):
     terms, _, aggregation = BY_HAND[name]
     given = inputs(dtype)
     loss, gradient = loss_and_gradient(objective(name, **settings), given)
-    live = given["mask"].bool()
-    value, at_live = expected(terms, options, aggregation)
+    active = given["mask"].bool()
+    value, at_active = expected(terms, options, aggregation)
     assert loss.dtype == gradient.dtype == dtype
     assert loss.item() == pytest.approx(value, rel=tolerance)
-    assert gradient[live].tolist() == pytest.approx(at_live, rel=tolerance, abs=tolerance / 100)
-    assert (gradient[~live] == 0).all()
+    assert gradient[active].tolist() == pytest.approx(at_active, rel=tolerance, abs=tolerance / 100)
+    assert (gradient[~active] == 0).all()
 
 
 DTYPES = [(torch.float64, 1e-10), (torch.float32, 3e-5)]
@@ -328,16 +328,16 @@ def test_the_kl_is_aggregated_as_the_loss_is(name, kl, aggregation):
     given = inputs(torch.float64)
     plain, gradient = loss_and_gradient(objective(name), given)
     penalised, penalised_gradient = loss_and_gradient(objective(name, beta=0.25), given)
-    value, at_live = 0.0, []
+    value, at_active = 0.0, []
     for _, logps, _ in COMPLETIONS:
         d = [x for p, x in zip(logps, [0.4, -0.2, 0.1, 0.3], strict=False) if p is not None]
         if d:
             token_values, token_gradients = kl(d)
             value += 0.25 * WEIGHTS[aggregation](len(d)) * sum(token_values)
-            at_live += [0.25 * WEIGHTS[aggregation](len(d)) * g for g in token_gradients]
+            at_active += [0.25 * WEIGHTS[aggregation](len(d)) * g for g in token_gradients]
     assert (penalised - plain).item() == pytest.approx(value, rel=1e-10)
     difference = (penalised_gradient - gradient)[given["mask"].bool()].tolist()
-    assert difference == pytest.approx(at_live, rel=1e-10, abs=1e-15)
+    assert difference == pytest.approx(at_active, rel=1e-10, abs=1e-15)
 
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce_pp"])
@@ -405,7 +405,7 @@ def test_an_objective_uses_the_estimator_and_the_combination_it_names():
 
 
 def test_kl_lowers_the_total_of_each_completion_unless_its_estimator_places_it_itself():
-    """A completion without a live token has no total, so that its group is as if it were not there."""
+    """A completion without an active token has no total, so that its group is as if it were not there."""
     rewards = torch.tensor([[[1.0, 3.0], [0.0, 2.0], [5.0, 5.0]]], dtype=torch.float64)
     weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
     mask = torch.tensor([[[1, 1], [1, 0], [0, 0]]])

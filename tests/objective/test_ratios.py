@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_ext.objective.ratios import LOG_RATIO_BOUND, live_tokens, masked, ratios
+from grpo_ext.objective.ratios import LOG_RATIO_BOUND, active_tokens, masked, ratios
 
 NAN = math.nan
 LOG_RATIO = [[0.1, -0.4, NAN, 0.6], [0.25, NAN, NAN, NAN], [NAN, NAN, NAN, NAN]]
@@ -76,4 +76,4 @@ def test_masked_keeps_float64_casts_others_to_float32_and_zeroes_the_rest():
 
 
 def test_live_tokens_is_at_least_1():
-    assert live_tokens(torch.tensor(MASK), torch.float64).tolist() == [[3.0], [1.0], [1.0]]
+    assert active_tokens(torch.tensor(MASK), torch.float64).tolist() == [[3.0], [1.0], [1.0]]

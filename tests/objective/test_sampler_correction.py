@@ -155,9 +155,9 @@ def test_trls_names_give_trls_weights_to_the_last_bit(mode, bounds):
     found = corrected([trl_rule(mode, *bounds)], policy, sampler, mask).weights
     expected = trls_weights(mode, *bounds, policy, sampler, mask)
     assert found.shape == expected.shape
-    live = mask.bool() if mode.startswith("token") else torch.ones(50, 1, dtype=torch.bool)
-    assert found[live].equal(expected[live])
-    assert ((found != 1) & live).any()
+    active = mask.bool() if mode.startswith("token") else torch.ones(50, 1, dtype=torch.bool)
+    assert found[active].equal(expected[active])
+    assert ((found != 1) & active).any()
 
 
 # An enumerable model: 5 tokens, completions of 3, the next token given the one before it.

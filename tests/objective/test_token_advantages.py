@@ -23,7 +23,7 @@ IDS = [
 ]
 
 
-def live(i, j):
+def active(i, j):
     return [t for t, token in enumerate(IDS[i][j]) if token is not None]
 
 
@@ -32,7 +32,7 @@ TOKENS = torch.tensor([[[99 if x is None else x for x in row] for row in group] 
 
 
 def numbers(seed, low, high):
-    """Values [groups][completions][time], NaN where no token is live."""
+    """Values [groups][completions][time], NaN where no token is active."""
     g = torch.Generator().manual_seed(seed)
     values = low + (high - low) * torch.rand(MASK.shape, generator=g, dtype=torch.float64)
     return torch.where(MASK.bool(), values, NAN)
@@ -55,7 +55,7 @@ def run_length(i, j, side, backward):
     """Tokens of the run that completion (i, j) begins, or ends, with."""
 
     def places(k):
-        return [IDS[i][k][t] for t in (reversed(live(i, k)) if backward else live(i, k))]
+        return [IDS[i][k][t] for t in (reversed(active(i, k)) if backward else active(i, k))]
 
     others = [places(k) for k in range(4) if side[k] * side[j] < 0]
     for length, token in enumerate(places(j)):
@@ -70,7 +70,7 @@ def ref_gtpo(entropies, weight=2.0, coef=0.1, limit=0.6931471805599453):
         centre = mean(scored(group))
         side = [0 if math.isnan(r) else (r > centre) - (r < centre) for r in group]
         for j, r in enumerate(group):
-            at, h = live(i, j), mean(entropies[i][j][t] for t in live(i, j))
+            at, h = active(i, j), mean(entropies[i][j][t] for t in active(i, j))
             if math.isnan(r) or len(set(scored(group))) == 1 or (limit is not None and h > limit):
                 continue
             begins, ends = (run_length(i, j, side, backward) for backward in (False, True))
@@ -95,7 +95,7 @@ def test_gtpo_equals_its_definition(options, dtype, tolerance):
 
 
 def test_gtpo_by_hand():
-    """Places count live tokens, from the first and from the last; the second completion of a conflict may change."""
+    """Places count active tokens, from the first and from the last; the second completion of a conflict may change."""
     out = run("gtpo", completion_ids=TOKENS, entropies=torch.zeros(MASK.shape).double())[0]
     assert out[0].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0, 0.0]  # all of it begins a wrong one, 2 9 4 ends one
     assert out[1].tolist() == [0.0, 0.0, -0.5, 0.0, 0.0, 0.0]
@@ -110,7 +110,7 @@ def ref_tpo(logps, eta=1.0):
     out = torch.zeros(3, 4, dtype=torch.float64)
     for i, group in enumerate(REWARDS):
         centre, spread = mean(scored(group)), pstdev(scored(group))
-        total = [sum(logps[i][j][t] for t in live(i, j)) for j in range(4)]
+        total = [sum(logps[i][j][t] for t in active(i, j)) for j in range(4)]
         p = [0.0 if math.isnan(r) else math.exp(s) for r, s in zip(group, total, strict=True)]
         u = [0.0 if math.isnan(r) or spread == 0 else (r - centre) / spread for r in group]
         q = [x * math.exp(v / eta) for x, v in zip(p, u, strict=True)]
@@ -138,7 +138,7 @@ def test_the_gradient_of_tpo_is_that_of_the_cross_entropy_to_its_target():
     for i, j, t in MASK.nonzero().tolist():
         group, count = REWARDS[i], len(scored(REWARDS[i]))
         members = [k for k in range(4) if not math.isnan(group[k])]
-        total = {k: sum(logps[i, k, s].item() for s in live(i, k)) for k in members}
+        total = {k: sum(logps[i, k, s].item() for s in active(i, k)) for k in members}
         plain = [math.exp(total[k]) for k in members]
         p = {k: x / sum(plain) for k, x in zip(members, plain, strict=True)}
         q = {k: p[k] + advantages[4 * i + k].item() / count for k in members}
@@ -169,8 +169,8 @@ def test_iw_opd_equals_its_definition(gamma, dtype, tolerance):
     expected = torch.zeros(MASK.shape, dtype=torch.float64)
     for i, group in enumerate(REWARDS):
         for j, r in enumerate(group):
-            gaps = [(teacher[i, j, t] - old[i, j, t]).item() for t in live(i, j)]
-            for place, (t, gap) in enumerate(zip(live(i, j), gaps, strict=True)):
+            gaps = [(teacher[i, j, t] - old[i, j, t]).item() for t in active(i, j)]
+            for place, (t, gap) in enumerate(zip(active(i, j), gaps, strict=True)):
                 before = sum(map(abs, gaps[:place])) / sum(map(abs, gaps))
                 expected[i, j, t] = 0.0 if math.isnan(r) else (1 + gamma * (1 - before)) * gap
     out = run("iw_opd", dtype, ref_per_token_logps=teacher, old_per_token_logps=old, gamma=gamma)
@@ -189,7 +189,7 @@ ADVANTAGES = [[1.4, -0.5, -0.5, 1.1], [0.2, 0.0, 0.6, -0.8], [0.0, 0.0, 0.0, 0.0
 
 
 def ref_covariances(logps, advantages):
-    tokens = [(i, j, t) for i in range(3) for j in range(4) for t in live(i, j)]
+    tokens = [(i, j, t) for i in range(3) for j in range(4) for t in active(i, j)]
     a, p = mean(advantages[i][j][t] for i, j, t in tokens), mean(logps[i][j][t] for i, j, t in tokens)
     return {(i, j, t): (advantages[i][j][t] - a) * (logps[i][j][t] - p) for i, j, t in tokens}
 

@@ -142,9 +142,9 @@ def alone(model: Any, ids: Tensor, mask: Tensor, parents: np.ndarray) -> tuple[T
     """
     start = ids.shape[1] - COMPLETION
     tokens = [[torch.zeros((), dtype=model.dtype)] * COMPLETION for _ in range(2 * len(ids))]
-    for row, (own, live) in enumerate(zip(ids, mask.bool(), strict=True)):
-        prompt = live[:start].nonzero()[:, 0].tolist()
-        for kept, path in paths(parents[row, : int(live[start:].sum())].tolist(), len(prompt)):
+    for row, (own, active) in enumerate(zip(ids, mask.bool(), strict=True)):
+        prompt = active[:start].nonzero()[:, 0].tolist()
+        for kept, path in paths(parents[row, : int(active[start:].sum())].tolist(), len(prompt)):
             columns = [*prompt[:kept], *(start + i for i in path)]
             log_p = model(input_ids=own[columns][None]).logits[0].log_softmax(-1)
             for place, i in enumerate(path, kept):

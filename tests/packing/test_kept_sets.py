@@ -9,7 +9,7 @@ from transformers import TopPLogitsWarper as TopP
 
 from grpo_ext.packing import lm_head
 from grpo_ext.packing.lm_head import LabelledLogProbs
-from grpo_ext.packing.micro_batches import live_mask, regroup
+from grpo_ext.packing.micro_batches import active_mask, regroup
 from grpo_ext.packing.sampling_support import KEPT, SamplingSupport, encoded
 from grpo_ext.rollout.support_log import SupportLog
 from support import tiny
@@ -45,9 +45,9 @@ def enumerated(sampler, name):
         log.add(scores)
         steps.append(scores.log_softmax(dim=-1).gather(1, ids[:, 3 + t, None])[:, 0])
     drawn = torch.stack(steps, dim=1)
-    live = drawn.sum(dim=1).exp() > 0
+    active = drawn.sum(dim=1).exp() > 0
     sets = log.sets([[0] * LENGTH] * len(ids))
-    return ids[live], drawn[live], [row for row, kept in zip(sets, live, strict=True) if kept]
+    return ids[active], drawn[active], [row for row, kept in zip(sets, active, strict=True) if kept]
 
 
 def directly(model, ids, sets):
@@ -180,5 +180,5 @@ def test_sets_stay_with_their_rows_when_groups_are_put_together():
     }
     halves = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
     for part in regroup(halves, 2):
-        assert [int(sets[0]) for sets in part[KEPT]] == live_mask(part).sum(dim=1).tolist()
+        assert [int(sets[0]) for sets in part[KEPT]] == active_mask(part).sum(dim=1).tolist()
         assert [int(sets[0]) for sets in part[KEPT]] == part["completion_ids"][:, 0].tolist()

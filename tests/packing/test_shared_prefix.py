@@ -119,9 +119,9 @@ def plain(model):
     """Log-probabilities and entropies of the completions from the padded batch's logits."""
     logits = model(input_ids=IDS, attention_mask=MASK).logits[:, -COMPLETION - 1 : -1]
     log_p = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-    live = MASK[:, -COMPLETION:].bool()
+    active = MASK[:, -COMPLETION:].bool()
     logps = log_p.gather(-1, IDS[:, -COMPLETION:, None])[..., 0]
-    return logps * live, -(log_p.exp() * log_p).sum(-1) * live
+    return logps * active, -(log_p.exp() * log_p).sum(-1) * active
 
 
 def packed(model, base=None, **options):
@@ -374,11 +374,11 @@ def test_the_bounds_of_a_gain_are_upper_bounds(seed):
     lengths[0] = 1
     columns = np.arange(prompt + completion)
     starts = draw.integers(0, prompt, 5)[kinds]
-    live = (columns >= starts[:, None]) & (columns < prompt + lengths[:, None])
-    ids = np.where(columns < prompt, kinds[:, None], draw.integers(5, 50, live.shape))
-    layout, size = pack(ids, live, completion), Size.of(network("llama"))
+    active = (columns >= starts[:, None]) & (columns < prompt + lengths[:, None])
+    ids = np.where(columns < prompt, kinds[:, None], draw.integers(5, 50, active.shape))
+    layout, size = pack(ids, active, completion), Size.of(network("llama"))
     gain = size.gain(layout, "cpu")
-    assert gain <= size.most_of(live, completion, "cpu") <= size.most(live.shape, "cpu")
+    assert gain <= size.most_of(active, completion, "cpu") <= size.most(active.shape, "cpu")
 
 
 def test_a_model_that_mixes_tokens_outside_attention_is_not_packed(tmp_path, caplog):
@@ -669,12 +669,12 @@ def test_sharing_and_skipping_keep_the_gradient(name, rows, model_path, tmp_path
 
 def test_skipped_rows_are_not_computed(model_path, tmp_path, monkeypatch):
     seen = []
-    forward = scorer.of_live_rows
+    forward = scorer.of_active_rows
 
-    def spy(run, inputs, live):
-        return forward(lambda rows: (seen.append(len(rows["prompt_ids"])), run(rows))[1], inputs, live)
+    def spy(run, inputs, active):
+        return forward(lambda rows: (seen.append(len(rows["prompt_ids"])), run(rows))[1], inputs, active)
 
-    monkeypatch.setattr(scorer, "of_live_rows", spy)
+    monkeypatch.setattr(scorer, "of_active_rows", spy)
     trainer = after(model_path, tmp_path, 1, [half_silent])
     assert seen == [4]
     assert "entropy" in trainer.state.log_history[0]
@@ -702,7 +702,7 @@ def test_a_step_without_any_gradient_stays_connected(model_path, tmp_path):
     trainer = after(model_path, tmp_path, 1, [all_silent])
     assert torch.equal(weights(trainer.model), weights(tiny.load(model_path)))
     inputs = trainer._buffered_inputs[0]
-    assert trainer._live_rows(inputs, "train").sum() == 0
+    assert trainer._active_rows(inputs, "train").sum() == 0
     trainer.model.zero_grad()
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
@@ -712,7 +712,7 @@ def test_a_step_without_any_gradient_stays_connected(model_path, tmp_path):
 @pytest.mark.parametrize("settings", [{"beta": 0.1}, {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.5}])
 def test_terms_that_need_every_row_disable_skipping(settings, model_path, tmp_path):
     trainer = after(model_path, tmp_path, 1, [half_silent], **settings)
-    assert trainer._live_rows(trainer._buffered_inputs[0], "train") is None
+    assert trainer._active_rows(trainer._buffered_inputs[0], "train") is None
 
 
 def test_stock_defaults_keep_stock_batches(model_path, tmp_path):

@@ -53,7 +53,7 @@ def computed(sharing, ids, mask, completion, parents):
     """Tokens that the scorer's forwards of a batch compute."""
     seen = []
 
-    def plain(part, live, columns, **_):
+    def plain(part, active, columns, **_):
         seen.append(part.numel())
         return torch.zeros(len(part), columns), None, None
 

@@ -110,10 +110,10 @@ def test_every_loss_has_one_gradient_whatever_rows_a_trajectory_takes():
         "trees, two at a time": scores(model, TRAJECTORIES, "true", rows=2)[0],
     }
     given = fixed(rewritten.padded(TRAJECTORIES)[-1], torch.float64)
-    live = given[-1].bool()
+    active = given[-1].bool()
     known = ways["plain rows"].detach()
     for values in ways.values():
-        assert (values - known)[live].abs().max() < 1e-12
+        assert (values - known)[active].abs().max() < 1e-12
     plain = ways.pop("plain rows")
     for (name, settings), way in zip(LOSSES, cycle(ways)):
         settled = objective(name, **settings)
@@ -127,10 +127,10 @@ def test_every_loss_has_one_gradient_whatever_rows_a_trajectory_takes():
 def test_a_window_counts_the_tokens_of_a_context_wherever_they_are_packed(window):
     model = network(kind=MistralConfig, sliding_window=window)
     tree, rows = scores(model, TRAJECTORIES, "true"), by_turn(model, TRAJECTORIES)
-    live = torch.tensor(rewritten.padded(TRAJECTORIES)[-1]).bool()
-    weights = torch.randn(2, *live.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * live
+    active = torch.tensor(rewritten.padded(TRAJECTORIES)[-1]).bool()
+    weights = torch.randn(2, *active.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * active
     for found, expected in zip(tree, rows, strict=True):
-        assert (found - expected)[live].abs().max() < 1e-12
+        assert (found - expected)[active].abs().max() < 1e-12
     slopes = [torch.autograd.grad((weights * torch.stack(x)).sum(), [*model.parameters()]) for x in (tree, rows)]
     for found, expected in zip(*slopes, strict=True):
         assert (found - expected).abs().max() < 1e-11 * max(1.0, expected.abs().max())
@@ -151,11 +151,11 @@ def test_entropies_and_their_gradient_too():
     found = [scores(model, TRAJECTORIES, setting)[1] for setting in ("true", "false")] + [
         by_turn(model, TRAJECTORIES)[1]
     ]
-    live = torch.tensor(rewritten.padded(TRAJECTORIES)[-1]).bool()
-    weight = torch.randn(live.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * live
+    active = torch.tensor(rewritten.padded(TRAJECTORIES)[-1]).bool()
+    weight = torch.randn(active.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * active
     gradients = [torch.autograd.grad((weight * x).sum(), list(model.parameters()))[3] for x in found]
     for values, slope in zip(found[1:], gradients[1:], strict=True):
-        assert (values - found[0])[live].abs().max() < 1e-12
+        assert (values - found[0])[active].abs().max() < 1e-12
         assert (slope - gradients[0]).abs().max() < 1e-12
 
 
@@ -270,12 +270,12 @@ def test_rows_without_an_advantage_are_left_out_of_a_tree():
         return sharing.scores(*forwards, *joined, columns, len(joined[0]), True, False, batch.get("parents"))
 
     every = forward(inputs)[0]
-    for live in ([1, 0, 0, 1, 1, 0, 1, 0], [0] * 8):
-        live = torch.tensor(live).bool()
-        found = batching.of_live_rows(forward, inputs, live)[0]
-        real = mask[live][:, start:].bool()
-        assert (found[live] - every[live])[real].abs().max() < 1e-4 if live.any() else not found.any()
-        assert not found[~live].any()
+    for active in ([1, 0, 0, 1, 1, 0, 1, 0], [0] * 8):
+        active = torch.tensor(active).bool()
+        found = batching.of_active_rows(forward, inputs, active)[0]
+        real = mask[active][:, start:].bool()
+        assert (found[active] - every[active])[real].abs().max() < 1e-4 if active.any() else not found.any()
+        assert not found[~active].any()
 
 
 def test_micro_batches_are_arranged_with_their_parents():
@@ -293,16 +293,18 @@ def test_micro_batches_are_arranged_with_their_parents():
     for part in batching.regroup(parts, 4):
         assert part["parents"].shape == part["completion_ids"].shape
         rows = (part["advantages"] - 1).long()
-        live = part["completion_mask"].bool()
-        width = live.shape[1]
-        assert torch.equal(part["parents"][live], parents[rows, :width][live])
+        active = part["completion_mask"].bool()
+        width = active.shape[1]
+        assert torch.equal(part["parents"][active], parents[rows, :width][active])
 
 
 @pytest.mark.parametrize("size", [None, 1, 2, 8])
 def test_plain_rows_are_those_of_the_trajectory(size):
     ids, mask, parents, _ = rewritten.padded(TRAJECTORIES)
     batches, places = plain_rows(ids, mask, parents, size)
-    found = [row[live.astype(bool)].tolist() for b in batches for row, live in zip(b.input_ids, b.mask, strict=True)]
+    found = [
+        row[active.astype(bool)].tolist() for b in batches for row, active in zip(b.input_ids, b.mask, strict=True)
+    ]
     assert sorted(found) == sorted(row for made in TRAJECTORIES for row in made.rows())
     start = ids.shape[1] - parents.shape[1]
     placed = places >= 0

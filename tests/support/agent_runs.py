@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from grpo_ext.environments.attempt import AttemptLimits, Task
 from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
-from grpo_ext.environments.loop import Attempts
+from grpo_ext.environments.episode import EpisodeLimits, Task
+from grpo_ext.environments.loop import EpisodeLoop
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import Sample
 from support import agents, tiny
@@ -12,7 +12,7 @@ from support.agents import GO
 from support.processes import PATIENCE
 
 EOS, LETTERS = 1, range(3, 29)
-LIMITS = AttemptLimits(completion=400, counts_all=True, context=None, ends=frozenset([EOS]))
+LIMITS = EpisodeLimits(completion=400, counts_all=True, context=None, ends=frozenset([EOS]))
 
 
 class Random:
@@ -52,7 +52,7 @@ def run(hosts, todo, engine=None, limits=LIMITS):
     def parsed(ids, context, tools):
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
-    made = Attempts(engine, hosts, Renderer(tokenizer, {}), parsed, limits).run(todo)
+    made = EpisodeLoop(engine, hosts, Renderer(tokenizer, {}), parsed, limits).run(todo)
     return [trajectory for trajectory, _ in made], engine
 
 

@@ -49,8 +49,8 @@ class Poisoned(GRPOExtTrainer):
         loss = super()._compute_loss(model, inputs)
         return loss * self.value if self.poison("loss") else loss
 
-    def _scores(self, model, inputs, live):
-        logps, *rest = super()._scores(model, inputs, live)
+    def _scores(self, model, inputs, active):
+        logps, *rest = super()._scores(model, inputs, active)
         if self.poison("logps") and torch.is_grad_enabled():
             logps = logps.clone()
             logps[1, 0] = self.value

@@ -108,10 +108,10 @@ class RowByRow:
             self._begin(generation)
         self._load(self.weights[step])
         self.model.zero_grad()
-        live = [[(g, row) for row in rows if self._live(row)] for g, rows in micro_batches]
-        lengths = [sum(len(self.rows.completion(*place)) for place in places) for places in live]
-        for places, of_micro_batch in zip(live, lengths, strict=True):
-            counts = Counts(sum(map(len, live)), sum(lengths), of_micro_batch, len(live))
+        active = [[(g, row) for row in rows if self._active(row)] for g, rows in micro_batches]
+        lengths = [sum(len(self.rows.completion(*place)) for place in places) for places in active]
+        for places, of_micro_batch in zip(active, lengths, strict=True):
+            counts = Counts(sum(map(len, active)), sum(lengths), of_micro_batch, len(active))
             for place in places:
                 self._add(place, counts)
         return {
@@ -161,7 +161,7 @@ class RowByRow:
         tokens: dict[str, Tensor] = {}
         if objective.sees_tokens:
             width = max(map(len, completions))
-            kept = [len(ids) if self._live(row) else 0 for (_, row), ids in zip(places, completions, strict=True)]
+            kept = [len(ids) if self._active(row) else 0 for (_, row), ids in zip(places, completions, strict=True)]
             mask = torch.arange(width) < torch.tensor(kept)[:, None]
             tokens["mask"] = mask.long().view(-1, group, width)
             columns = {"per_token_logps": self._old, "entropies": self._entropies}
@@ -184,7 +184,7 @@ class RowByRow:
     def _penalties(self, places: list[tuple[int, int]], width: int) -> Tensor:
         found = torch.zeros(len(places), width, dtype=torch.float64)
         for i, place in enumerate(places):
-            if self._live(place[1]):
+            if self._active(place[1]):
                 log_ref_ratio = (self._reference[place] - self._old[place])[None]
                 penalty = self.objective.kl_penalty(
                     {"log_ref_ratio": log_ref_ratio, "mask": torch.ones_like(log_ref_ratio)}
@@ -192,7 +192,7 @@ class RowByRow:
                 found[i, : log_ref_ratio.shape[1]] = penalty[0]
         return found
 
-    def _live(self, row: int) -> bool:
+    def _active(self, row: int) -> bool:
         return not (self.terms.cut_masked and self.rows.is_cut(row))
 
     def _forward(self, place: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ BETA = 0.5
 
 
 def second_step(model_path, tmp_path, **settings):
-    """Rewards, k1 of each token (None where none is live), the advantages that train and those that are logged."""
+    """Rewards, k1 of each token (None where none is active), the advantages that train and those that are logged."""
     settings = {"beta": BETA, "max_steps": 2, "learning_rate": 0.01, "mask_truncated_completions": True} | settings
     trainer = build(model_path, tmp_path, [binary], rollout=scripted_rollout, **settings)
     outputs, penalties = [], []
@@ -45,9 +45,9 @@ def test_reinforce_pp_whitens_what_is_to_come_of_reward_and_kl(model_path, tmp_p
         [None if x is None else r - BETA * sum(y for y in row[t:] if y is not None) for t, x in enumerate(row)]
         for r, row in zip(rewards, kl, strict=True)
     ]
-    live = [x for row in returns for x in row if x is not None]
-    assert max(live) - min(live) > 1.01  # more than the rewards alone
-    centre, scale = fmean(live), pstdev(live)
+    active = [x for row in returns for x in row if x is not None]
+    assert max(active) - min(active) > 1.01  # more than the rewards alone
+    centre, scale = fmean(active), pstdev(active)
     expected = [[0.0 if x is None else (x - centre) / scale for x in row] for row in returns]
     torch.testing.assert_close(trained, torch.tensor(expected), rtol=1e-5, atol=1e-5)
     means = [fmean([a for a, x in zip(e, r, strict=True) if x is not None] or [0.0])
@@ -64,8 +64,8 @@ def test_a_masked_truncated_completion_has_no_kl_and_no_part_in_its_groups_basel
     assert [i for i, c in enumerate(cut) if c] == [0, 5]
     totals = [r - BETA * sum(x for x in row if x is not None) for r, row in zip(rewards, kl, strict=True)]
     for g in (range(4), range(4, 8)):
-        live = [totals[i] for i in g if not cut[i]]
-        expected = [0.0 if cut[i] else totals[i] - (sum(live) - totals[i]) / (len(live) - 1) for i in g]
+        active = [totals[i] for i in g if not cut[i]]
+        expected = [0.0 if cut[i] else totals[i] - (sum(active) - totals[i]) / (len(active) - 1) for i in g]
         assert trained[list(g)].tolist() == pytest.approx(expected, abs=1e-5)
     assert trainer.state.log_history[1]["reward"] == pytest.approx(fmean(rewards))  # which says what was earned
 
@@ -119,8 +119,8 @@ def half_of_it(rewards, mask, kl_rewards, *, share: float = 0.5):
 def test_a_custom_estimator_sees_mask_and_kl_of_tokens(model_path, tmp_path):
     settings = {"loss_type": "rloo", "advantage_estimator": "test_advantages_arrive:half_of_it"}
     rewards, kl, trained, _, _ = second_step(model_path, tmp_path, **settings)
-    live = [[i for i in range(4 * j, 4 * j + 4) if any(x is not None for x in kl[i])] for j in (0, 1)]
-    silent = [len({rewards[i] for i in rows}) == 1 for rows in live]
+    active = [[i for i in range(4 * j, 4 * j + 4) if any(x is not None for x in kl[i])] for j in (0, 1)]
+    silent = [len({rewards[i] for i in rows}) == 1 for rows in active]
     assert not all(silent)
     expected = [
         [0.0 if x is None or silent[i // 4] else r - 0.5 * BETA * x for x in row]

@@ -17,7 +17,7 @@ from grpo_ext.data.images import with_images
 from grpo_ext.data.loading import load_datasets
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.packing.images import COUNT, IMAGES
-from grpo_ext.packing.micro_batches import MicroBatch, of_live_rows, regroup, rows_of, trim
+from grpo_ext.packing.micro_batches import MicroBatch, of_active_rows, regroup, rows_of, trim
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.rollout.images import described
 from grpo_ext.train import train
@@ -231,7 +231,7 @@ def test_rows_without_an_advantage_leave_a_forward_over_one_image_for_the_proces
     trainer.train()
     batch = next(batch for batch in trainer.seen if any(int(row[COUNT]) for row in batch[IMAGES]))
     none = torch.zeros(len(batch["advantages"]), dtype=torch.bool)
-    logps, _ = of_live_rows(forward, batch, none)
+    logps, _ = of_active_rows(forward, batch, none)
     assert [int(row[COUNT]) > 0 for row in seen[0][IMAGES]] == [True]
     assert seen[0]["completion_ids"].shape == (1, 1)
     assert logps.requires_grad

@@ -184,8 +184,8 @@ def test_masked_tokens_may_be_nonfinite(model_path, tmp_path, clean):
     """A log-probability of -inf behind the end of a completion has no part in the loss."""
 
     class Padded(poisoned.Poisoned):
-        def _scores(self, model, inputs, live):
-            logps, *rest = super()._scores(model, inputs, live)
+        def _scores(self, model, inputs, active):
+            logps, *rest = super()._scores(model, inputs, active)
             return logps.masked_fill(inputs["completion_mask"] == 0, -math.inf), *rest
 
     trainer = poisoned.build(model_path, tmp_path)

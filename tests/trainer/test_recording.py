@@ -57,9 +57,9 @@ def test_a_ratio_has_its_chi2():
 def sizes(parts) -> dict[str, float]:
     """Effective sample sizes of micro-batches: inputs, tensors, rows that were computed."""
     figures, metrics = Figures(), defaultdict(list)
-    for inputs, tensors, live in parts:
+    for inputs, tensors, active in parts:
         mask = tensors["mask"]
-        means, weights = {"tokens": (torch.ones_like(mask), mask)}, log_weights(inputs, tensors, live)
+        means, weights = {"tokens": (torch.ones_like(mask), mask)}, log_weights(inputs, tensors, active)
         figures.add(LossFigures(means, None, mask, weights))
     figures.log(metrics, Alone())
     return {name: value for name, (value,) in metrics.items() if "ess" in name}
@@ -68,7 +68,7 @@ def sizes(parts) -> dict[str, float]:
 POLICY = torch.tensor([[0.5, -0.2, 9.0], [0.1, 0.4, -0.3], [7.0, 7.0, 7.0], [5.0, 5.0, 5.0]]).double()
 SAMPLER = torch.tensor([[0.1, 0.2, 9.0], [0.0, math.nan, 0.1], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).double()
 LIVE = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1], [0, 0, 0]])
-"""The third row is not computed, the fourth has no live token."""
+"""The third row is not computed, the fourth has no active token."""
 
 
 def micro_batch(rows: slice):

@@ -89,9 +89,9 @@ def test_truncated_rows_leave_the_denominator(model_path, tmp_path):
         model_path, tmp_path, rollout=scripted_rollout, loss_type="grpo", mask_truncated_completions=True, max_steps=1
     )
     trainer.train()
-    live = sum(int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer._buffered_inputs)
-    assert live < 8
-    assert [int(t.sequences) for t in trainer._generation.totals] == [live]
+    active = sum(int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer._buffered_inputs)
+    assert active < 8
+    assert [int(t.sequences) for t in trainer._generation.totals] == [active]
 
 
 def test_top_entropy_mask_above_the_limit_of_torch_quantile(model_path, tmp_path):

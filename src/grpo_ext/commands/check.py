@@ -102,7 +102,7 @@ def _loss(recipe: Recipe) -> Section:
 
 def _environment(spec: EnvironmentSpec) -> str:
     tools = [tool["function"]["name"] for tool in schemas(spec.target, spec.functions)] if spec.uses_tools else []
-    process = "one process per attempt" if spec.isolated else "this process"
+    process = "one process per episode" if spec.isolated else "this process"
     kind = f"tools {', '.join(tools)}" if tools else "a conversation"
     return f"{kind}, up to {spec.max_turns} turns of {spec.turn_timeout:g} s, in {process}"
 

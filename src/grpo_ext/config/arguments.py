@@ -225,7 +225,7 @@ class GRPOExtArguments(GRPOConfig):
 
     @property
     def exact_denominators(self) -> bool:
-        """True if denominators count the optimizer step's live completions and tokens (stock TRL's do not)."""
+        """True if denominators count the optimizer step's active completions and tokens (stock TRL's do not)."""
         return self.loss_defaults == "paper"
 
     @property

@@ -6,10 +6,10 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from grpo_ext.environments.attempt import Attempt, AttemptLimits, Call, MessageParser
 from grpo_ext.environments.endpoint.history import Finished, History, key_of, keys_of
 from grpo_ext.environments.endpoint.requests import Inbox, PendingRequest, Refused, Reply, calls_of, thinking_of
 from grpo_ext.environments.endpoint.server import Endpoint
+from grpo_ext.environments.episode import Call, Episode, EpisodeLimits, MessageParser
 from grpo_ext.environments.protocol import AgentTask, Message
 from grpo_ext.environments.rendering import CannotRender, Renderer, TooLong
 from grpo_ext.objective.trajectory import Sample, Turn
@@ -28,13 +28,13 @@ class Agents:
     Args:
         renderer: renders contexts.
         parse: parses samples.
-        limits: limits of each attempt.
+        limits: limits of each episode.
         tools: whether the chat template and its parser know calls of tools.
     """
 
-    def __init__(self, renderer: Renderer, parse: MessageParser, limits: AttemptLimits, tools: bool) -> None:
+    def __init__(self, renderer: Renderer, parse: MessageParser, limits: EpisodeLimits, tools: bool) -> None:
         self._renderer, self._parse, self._limits, self._tools = renderer, parse, limits, tools
-        self._attempts: dict[int, Attempt] = {}
+        self._episodes: dict[int, Episode] = {}
         self._inbox: Inbox | None = None
         self._endpoint: Endpoint | None = None
 
@@ -43,28 +43,28 @@ class Agents:
         """The descriptor that is readable while there are requests."""
         return [] if self._inbox is None else [self._inbox.descriptor]
 
-    def begin(self, attempt: Attempt, endpoint: Endpoint) -> AgentTask:
-        """Give an attempt its way to the model. Return what its process gets."""
+    def begin(self, episode: Episode, endpoint: Endpoint) -> AgentTask:
+        """Give an episode its way to the model. Return what its process gets."""
         self._endpoint, self._inbox = endpoint, self._inbox or Inbox()
-        assert attempt.connection is not None
-        attempt.line = endpoint.open(self._inbox, attempt.connection.pause)
-        attempt.dialogue = History(self._renderer, self._limits.context or _UNKNOWN)
-        self._attempts[attempt.line.number] = attempt
-        return AgentTask(dict(attempt.task.row), attempt.line.url, attempt.line.key)
+        assert episode.connection is not None
+        episode.line = endpoint.open(self._inbox, episode.connection.pause)
+        episode.dialogue = History(self._renderer, self._limits.context or _UNKNOWN)
+        self._episodes[episode.line.number] = episode
+        return AgentTask(dict(episode.task.row), episode.line.url, episode.line.key)
 
-    def end(self, attempt: Attempt) -> None:
-        """Refuse what the attempt still asks, and note its conversation."""
-        if attempt.line is None or attempt.dialogue is None or self._endpoint is None:
+    def end(self, episode: Episode) -> None:
+        """Refuse what the episode still asks, and note its conversation."""
+        if episode.line is None or episode.dialogue is None or self._endpoint is None:
             return
-        self._endpoint.shut(attempt.line)
-        self._attempts.pop(attempt.line.number, None)
-        attempt.messages, attempt.branches = attempt.dialogue.messages, attempt.dialogue.branches
-        attempt.opening = attempt.dialogue.opening or attempt.opening
+        self._endpoint.shut(episode.line)
+        self._episodes.pop(episode.line.number, None)
+        episode.messages, episode.branches = episode.dialogue.messages, episode.dialogue.branches
+        episode.opening = episode.dialogue.opening or episode.opening
 
     def close(self) -> None:
-        """End all attempts."""
-        for attempt in list(self._attempts.values()):
-            self.end(attempt)
+        """End all episodes."""
+        for episode in list(self._episodes.values()):
+            self.end(episode)
         if self._inbox is not None:
             self._inbox.close()
 
@@ -78,79 +78,79 @@ class Agents:
             if number and self._inbox is not None and (shutdown().is_set() or time.monotonic() > until):
                 self._inbox.put_back(requests[number:])
                 break
-            attempt = self._attempts.get(request.line)
-            if attempt is None:  # it has ended, and its line has refused the request
+            episode = self._episodes.get(request.line)
+            if episode is None:  # it has ended, and its line has refused the request
                 continue
             try:
-                found += [] if request.left else self._calls(attempt, request)
-            except Exception as error:  # a request costs its own attempt only
+                found += [] if request.left else self._calls(episode, request)
+            except Exception as error:  # a request costs its own episode only
                 request.done(_refusal(error))
-            self._go_on(attempt, anew=False)
+            self._go_on(episode, anew=False)
         return found
 
-    def _go_on(self, attempt: Attempt, *, anew: bool) -> None:
-        """Start an attempt's clock again, or stop it, by whether it waits for the model."""
-        assert attempt.connection is not None
-        if attempt.asked:
-            attempt.connection.pause()
+    def _go_on(self, episode: Episode, *, anew: bool) -> None:
+        """Start an episode's clock again, or stop it, by whether it waits for the model."""
+        assert episode.connection is not None
+        if episode.asked:
+            episode.connection.pause()
         else:
-            attempt.connection.resume(anew=anew)
+            episode.connection.resume(anew=anew)
 
-    def _calls(self, attempt: Attempt, request: PendingRequest) -> list[Call]:
+    def _calls(self, episode: Episode, request: PendingRequest) -> list[Call]:
         """Return a turn for each answer of a request.
 
         Raises:
-            Refused: a limit of the attempt is reached.
+            Refused: a limit of the episode is reached.
             CannotRender: the chat template does not take its messages.
         """
-        history, choices = attempt.dialogue, request.chat.choices
+        history, choices = episode.dialogue, request.chat.choices
         assert history is not None
         if request.chat.tools and not self._tools:
             raise Refused("TRL cannot read calls of tools in the chat template of this model", "unsupported_parameter")
-        most = attempt.task.spec.max_turns
-        if attempt.figures.turns + attempt.asked + choices > most or attempt.left > most:
-            attempt.truncated = attempt.over_limit = True
-            raise Refused(f"the attempt has made all its requests (max_turns={most})", "turn_limit_exceeded")
+        most = episode.task.spec.max_turns
+        if episode.figures.turns + episode.asked + choices > most or episode.left > most:
+            episode.truncated = episode.over_limit = True
+            raise Refused(f"the episode has made all its requests (max_turns={most})", "turn_limit_exceeded")
         try:
             opened = history.opened(request.chat)
         except TooLong as error:
-            attempt.truncated = attempt.over_limit = True
+            episode.truncated = episode.over_limit = True
             raise _no_room(str(error)) from None
         news = history.new_tokens(opened.context.ids) if self._limits.counts_all else 0
-        if self._limits.room(attempt.spent + news, opened.context) < choices:
-            attempt.truncated = attempt.over_limit = True
+        if self._limits.room(episode.spent + news, opened.context) < choices:
+            episode.truncated = episode.over_limit = True
             raise _no_room(f"the context has {len(opened.context.ids)} tokens")
         history.note(opened.context.ids)
-        attempt.spent += news
-        attempt.asked += choices
-        return [Call(attempt, opened.context, request, opened) for _ in range(choices)]
+        episode.spent += news
+        episode.asked += choices
+        return [Call(episode, opened.context, request, opened) for _ in range(choices)]
 
     def limited(self, calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
         """Return the turns to sample, with their limits, and the turns that wait until others have left them room.
 
-        Turns of one attempt share its room. A turn without room is refused, one without an agent that waits forgotten.
+        Turns of one episode share its room. A turn without room is refused, one without an agent that waits forgotten.
         """
         wanted = [call for call in calls if not self._forgotten(call)]
-        sharing = Counter(call.attempt.number for call in wanted)
+        sharing = Counter(call.episode.number for call in wanted)
         found: list[Call] = []
         waiting: list[Call] = []
         for call in wanted:
-            attempt, request = call.attempt, call.request
-            share = self._limits.room(attempt.spent + attempt.reserved, call.context) // sharing[attempt.number]
-            sharing[attempt.number] -= 1
+            episode, request = call.episode, call.request
+            share = self._limits.room(episode.spent + episode.reserved, call.context) // sharing[episode.number]
+            sharing[episode.number] -= 1
             if request is None:
                 call.limit = share
-            elif share < 1 and attempt.reserved:
+            elif share < 1 and episode.reserved:
                 waiting.append(call)
                 continue
             elif share < 1:
-                attempt.truncated = attempt.over_limit = request.left = True
+                episode.truncated = episode.over_limit = request.left = True
                 request.done(_no_room(f"the context has {len(call.context.ids)} tokens"))
                 self._forgotten(call)
                 continue
             else:
                 call.limit = min(share, request.chat.limit or share)
-                attempt.reserved += call.limit
+                episode.reserved += call.limit
             found.append(call)
         return found, waiting
 
@@ -158,40 +158,40 @@ class Agents:
         """Forget a turn if its agent waits for it no longer. Return whether it is forgotten."""
         if call.request is None or not call.request.left:
             return False
-        call.attempt.asked, call.attempt.left = call.attempt.asked - 1, call.attempt.left + 1
-        self._go_on(call.attempt, anew=False)
+        call.episode.asked, call.episode.left = call.episode.asked - 1, call.episode.left + 1
+        self._go_on(call.episode, anew=False)
         return True
 
     # Answers.
 
     def answer(self, call: Call, sample: Sample, version: int) -> None:
         """Note a sampled turn, and answer its request if it was the last one of it."""
-        attempt, request, opened = call.attempt, call.request, call.opened
+        episode, request, opened = call.episode, call.request, call.opened
         assert request is not None
         assert opened is not None
-        assert attempt.dialogue is not None
-        attempt.reserved -= call.limit
+        assert episode.dialogue is not None
+        episode.reserved -= call.limit
         if self._forgotten(call):
             return
         ids, logprobs, message, stopped = self._cut(sample, call)
         ended = bool(ids) and ids[-1] in self._limits.ends and not stopped
-        attempt.turns.append(Turn(call.context.ids, ids, logprobs, version))
-        attempt.figures.turns, attempt.asked = attempt.figures.turns + 1, attempt.asked - 1
+        episode.turns.append(Turn(call.context.ids, ids, logprobs, version))
+        episode.figures.turns, episode.asked = episode.figures.turns + 1, episode.asked - 1
         calls = calls_of(message)
-        attempt.figures.calls += len(calls)
-        attempt.spent += len(ids)
+        episode.figures.calls += len(calls)
+        episode.spent += len(ids)
         whole = {"role": "assistant", "content": self._renderer.decoded(ids)}
         written = None if ended else message if stopped else whole
         if ids:
             keys = [*keys_of(request.chat), key_of(message)]
-            attempt.dialogue.add(Finished(keys, request.chat.messages, opened, ids, message, written))
+            episode.dialogue.add(Finished(keys, request.chat.messages, opened, ids, message, written))
         if not ended and not stopped and len(ids) != request.chat.limit:
-            attempt.truncated = True
+            episode.truncated = True
         finish = "tool_calls" if calls else "stop" if ended or stopped else "length"
         texts = self._logprobs(ids, logprobs) if request.chat.logprobs else None
         said = (str(message.get("content") or ""), thinking_of(message), calls)
         request.add(Reply(*said, finish, len(call.context.ids), len(ids), texts, stopped))
-        self._go_on(attempt, anew=True)
+        self._go_on(episode, anew=True)
 
     def _cut(self, sample: Sample, call: Call) -> tuple[list[int], list[float | None] | None, Message, str | None]:
         """Return ids, log-probabilities and message of a sample up to its first stop text, and that text.

@@ -12,7 +12,7 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.environments.composition import EnvironmentSpec
-from grpo_ext.environments.hosts import most_attempts
+from grpo_ext.environments.hosts import most_episodes
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, RESET, TEXT_ONLY_CURE, has_tools, medium
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from grpo_ext.environments.tools import schemas
@@ -24,7 +24,7 @@ TEXT_ONLY = "environments carry text only, and the model would not see images"
 
 
 _FEWEST = 8
-"""Attempts at once, below which a run is refused: each takes descriptors."""
+"""Episodes at once, below which a run is refused: each takes descriptors."""
 
 
 def setting_problems(specs: Sequence[EnvironmentSpec], config: GRPOExtConfig) -> Iterator[Problem]:
@@ -33,9 +33,9 @@ def setting_problems(specs: Sequence[EnvironmentSpec], config: GRPOExtConfig) ->
     if specs and (limit := getattr(config, "max_tool_calling_iterations", None)) is not None:
         cure = "Set max_turns in its entry, which counts the model's messages."
         yield Problem("max_tool_calling_iterations", limit, "each environment has its own limit", cure)
-    if specs and (room := most_attempts(raised=False)) < _FEWEST:
+    if specs and (room := most_episodes(raised=False)) < _FEWEST:
         cure = "Raise the hard limit of descriptors: `ulimit -Hn 4096`, LimitNOFILE of systemd, --ulimit of docker."
-        yield Problem("environments", ABSENT, f"the descriptors (ulimit -n) suffice for {room} attempts at once", cure)
+        yield Problem("environments", ABSENT, f"the descriptors (ulimit -n) suffice for {room} episodes at once", cure)
     for name, default in (("completion_length_counts", "all"), ("environment_waves", "ready")):
         if not specs and (value := getattr(config, name, default)) != default:
             yield Problem(name, value, "it concerns environments, and there are none", "Remove it, or list some.")

@@ -42,9 +42,9 @@ class EnvironmentSpec:
     weight: float = 1.0
     """Weight of the environment's own reward."""
     on_error: Literal["none"] | float = "none"
-    """Reward of a failed attempt; "none": not scored."""
+    """Reward of a failed episode; "none": not scored."""
     isolate: bool | None = None
-    """Whether each attempt has its own process; None: unless the class sets `in_process`."""
+    """Whether each episode has its own process; None: unless the class sets `in_process`."""
     secrets: tuple[str, ...] = ()
     """Environment variables that an agent gets although they are secrets by their names."""
 
@@ -87,7 +87,7 @@ class EnvironmentSpec:
 
     @property
     def isolated(self) -> bool:
-        """Whether each attempt has its own process."""
+        """Whether each episode has its own process."""
         by_path = all(isinstance(part, str | None) for part in (self.environment, *self.tools))
         return (by_path and not getattr(self.target, "in_process", False)) if self.isolate is None else self.isolate
 
@@ -261,7 +261,7 @@ def _class_problems(
         if (package := missing()) is not None:
             yield Problem(place, name, f"{package} is not installed, which serves agents", "Install grpo-ext[agents].")
     elif not callable(getattr(target, "reset", None)):
-        cure = "Write def reset(self, **row), which begins an attempt."
+        cure = "Write def reset(self, **row), which begins an episode."
         yield Problem(place, name, "the class has no method reset", cure)
     if issubclass(target, Conversation) and target.step is Conversation.step:
         cure = "Write def step(self, message), which answers the model's message."

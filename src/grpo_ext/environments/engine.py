@@ -25,14 +25,14 @@ class TurnEngine(Protocol):
         """Begin turns; return finished ones. An engine that samples in waves returns all of them, in order."""
 
     def anyone(self, here: bool, leaves: bool) -> bool:
-        """Return whether any process that generates together with this one still has an attempt.
+        """Return whether any process that generates together with this one still has an episode.
 
         Args:
             here: whether this process has one.
             leaves: whether this process has waited in vain, since a signal ends the run.
 
         Raises:
-            SamplerLost: one of them has, and an attempt is left.
+            SamplerLost: one of them has, and an episode is left.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The fork server of an environment: a process that imports it once, then forks a process for each attempt.
+"""The fork server of an environment: a process that imports it once, then forks a process for each episode.
 
 The parent holds a `ForkServer`; `main` runs in the child. The child reads on its socket what to import, and on a
 datagram socket "fork NUMBER SEED" (with the descriptor that the fork serves), "kill NUMBER" or "stop". On its own
@@ -208,7 +208,7 @@ class ForkServer:
 _LOOKING_SECONDS = 1.0
 """Between two looks whether the warden still runs."""
 _STRAY_SECONDS = 0.5
-"""For which processes that an attempt leaves behind are hunted; again with the next attempt that ends."""
+"""For which processes that an episode leaves behind are hunted; again with the next episode that ends."""
 
 
 def main() -> None:
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def _load(path: str | None, tools: Sequence[str], kwargs: Mapping[str, object]) -> Callable[[int], Session]:
-    """Import all that an attempt needs. Return what makes its session from a seed."""
+    """Import all that an episode needs. Return what makes its session from a seed."""
     environment, functions = maker_of(path), functions_of(tools)
     if hasattr(environment, PRELOAD):
         getattr(environment, PRELOAD)(**kwargs)
@@ -258,7 +258,7 @@ def _serve_commands(control: socket.socket, channel: socket.socket, make_session
             number, seed = map(int, numbers)
             try:
                 forks[_fork(descriptors[0], make_session, number, seed, ours)] = number
-            except OSError:  # too many processes: only this attempt is lost
+            except OSError:  # too many processes: only this episode is lost
                 send_answer(channel, ["ended", number, None])
             os.close(descriptors[0])
         elif command == "kill":
@@ -276,7 +276,7 @@ def _serve_commands(control: socket.socket, channel: socket.socket, make_session
 def _fork(
     descriptor: int, make_session: Callable[[int], Session], number: int, seed: int, inherited: Sequence[int]
 ) -> int:
-    """Fork a process that serves one attempt. Return its PID."""
+    """Fork a process that serves one episode. Return its PID."""
     parent = os.getpid()
     process = os.fork()
     if process:
@@ -302,7 +302,7 @@ def _fork(
 
 
 def _folder(number: int) -> Path:
-    """Return the folder of an attempt's temporary files."""
+    """Return the folder of an episode's temporary files."""
     return Path(tempfile.gettempdir(), str(number))
 
 

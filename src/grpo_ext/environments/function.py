@@ -31,7 +31,7 @@ class AgentFunction(Agent):
 
     @staticmethod
     def preload(function: str, **_: object) -> None:
-        """Import the function, and what the client needs, once for all attempts."""
+        """Import the function, and what the client needs, once for all episodes."""
         import_path(function)
         asyncio.run(_ask_once())
 

@@ -1,4 +1,4 @@
-"""Where environments run: in a process for each attempt, in a thread, or in this one; all at the same time."""
+"""Where environments run: in a process for each episode, in a thread, or in this one; all at the same time."""
 
 import atexit
 import itertools
@@ -29,7 +29,7 @@ _OUTPUT = 2000
 """Bytes of the output of each program of an agent that are kept."""
 GRACE = 5.0
 """Seconds by which the deadline is extended for an answer that has begun to arrive."""
-SLOW = "Raise turn_timeout, or load slow imports and data once for all attempts in a class method preload."
+SLOW = "Raise turn_timeout, or load slow imports and data once for all episodes in a class method preload."
 """Cure of a timeout."""
 
 
@@ -43,11 +43,11 @@ class Answer(NamedTuple):
 
 
 class Connection:
-    """The environment of one attempt: in a process or thread behind a socket, or in this thread.
+    """The environment of one episode: in a process or thread behind a socket, or in this thread.
 
     Args:
         spec: its environment.
-        number: unique number of the attempt.
+        number: unique number of the episode.
         channel: socket to the process or thread; None for a `session` in this thread.
         server: the fork server of its process.
         session: answers in this thread.
@@ -154,8 +154,8 @@ def _imported(spec: EnvironmentSpec) -> _Imported:
     return import_request(spec), spec.secrets
 
 
-def most_attempts(*, raised: bool = True) -> int:
-    """Return how many attempts fit at once into this process's hard limit of descriptors, to which it is `raised`."""
+def most_episodes(*, raised: bool = True) -> int:
+    """Return how many episodes fit at once into this process's hard limit of descriptors, to which it is `raised`."""
     return max(1, free_descriptors(raised=raised) // _OF_AN_ATTEMPT)
 
 
@@ -179,7 +179,7 @@ class EnvironmentHost:
         atexit.register(self.close)
 
     def open(self, spec: EnvironmentSpec, seed: int) -> Connection:
-        """Return an environment for one attempt, not yet reset.
+        """Return an environment for one episode, not yet reset.
 
         Raises:
             EnvironmentFailed: it cannot be started.

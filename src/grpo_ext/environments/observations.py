@@ -27,7 +27,7 @@ class CheckedStep(NamedTuple):
 def opened(
     prompt: Sequence[Message], answer: Mapping[str, object], harmless: Callable[[Sequence[Message]], list[Message]]
 ) -> list[Message]:
-    """Return the conversation that an attempt begins with; text is appended to the prompt's last message, as in TRL.
+    """Return the conversation that an episode begins with; text is appended to the prompt's last message, as in TRL.
 
     Raises:
         InvalidResult: the answer is neither text nor messages, or there are images.

@@ -1,4 +1,4 @@
-"""Environments that a server of the package openenv runs; each attempt has its own session."""
+"""Environments that a server of the package openenv runs; each episode has its own session."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ class OpenEnv(Conversation):
     """A session on a running server; it pays rewards by turn.
 
     The server's `reset` gets the prompt's seed. If the server calls an action invalid, the model reads why; any other
-    error, and a server that is gone, ends the attempt.
+    error, and a server that is gone, ends the episode.
 
     Args:
         base_url: address of the server, http://127.0.0.1:8000.
@@ -37,7 +37,7 @@ class OpenEnv(Conversation):
 
     @staticmethod
     def preload(**_: object) -> None:
-        """Import the client once for all attempts."""
+        """Import the client once for all episodes."""
         from openenv import GenericEnvClient  # noqa: F401
 
     @staticmethod

@@ -16,7 +16,7 @@ RESET, REWARD = "reset", "get_reward"
 
 
 OUTPUTS = ("agent.out", "test.out")
-"""Files among an attempt's temporary files into which an agent's program and its test print."""
+"""Files among an episode's temporary files into which an agent's program and its test print."""
 MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url")
 """Types of content parts that are not text; environments refuse them."""
 TEXT_ONLY_CURE = "Use text only."
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 class Conversation:
-    """An environment that reads whole messages. Subclass it; an instance serves one attempt at one prompt.
+    """An environment that reads whole messages. Subclass it; an instance serves one episode of one prompt.
 
     A class with public methods that is not a subclass follows TRL's protocol: its methods are tools.
     """
@@ -57,7 +57,7 @@ class Conversation:
 
 
 class AgentTask(NamedTuple):
-    """The row and the way to the model that an agent gets; both end with the attempt."""
+    """The row and the way to the model that an agent gets; both end with the episode."""
 
     row: Mapping[str, Any]
     url: str

@@ -1,4 +1,4 @@
-"""One attempt's environment in the process where it runs: answers requests by name with what JSON can hold.
+"""One episode's environment in the process where it runs: answers requests by name with what JSON can hold.
 
 `serve` does so in a process or in a thread: frames hold pickles on the way in and JSON on the way out, so that nothing
 an environment writes is executed by its reader.
@@ -41,7 +41,7 @@ SessionRequest = tuple[str, Any]
 
 
 class FailureKind(StrEnum):
-    """Why an attempt failed."""
+    """Why an episode failed."""
 
     RAISED = "raised"
     """The environment raised."""

@@ -8,7 +8,7 @@ An estimator requests further tensors by name, as positional parameters behind `
 
 - `history`: the group means of the `window` - 1 generation batches before (NaN where unscorable), or None;
 - `log_metric(name, value)`: logs a metric;
-- `mask`, or `completion_mask`, [groups, completions, time]: the live completion tokens, or None where every completion
+- `mask`, or `completion_mask`, [groups, completions, time]: the active completion tokens, or None where every completion
   counts as one token;
 - `completion_ids` [groups, completions, time]: the tokens, whatever lies under the mask;
 - `per_token_logps`, `entropies` [groups, completions, time]: of the policy, before it trains on the generation;
@@ -157,7 +157,7 @@ def reinforce_pp(
     ddof: Ddof = 0,
     floor: NotNegative = 1e-4,
 ) -> TokenRewards | Rewards:
-    r"""(R_t - mean) / std over the live tokens of the generation batch, R_t = r - beta sum_{s >= t} KL_s.
+    r"""(R_t - mean) / std over the active tokens of the generation batch, R_t = r - beta sum_{s >= t} KL_s.
 
     The baseline is the batch's: a group of equal rewards has advantages too. The std counts as `floor` at least, as
     in the authors' code: rounding is not whitened to +-1. REINFORCE++, arXiv:2501.03262, section 3.1.
@@ -172,7 +172,7 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     rewards: Rewards, mask: Mask | None = None, *, ddof: Ddof = 0, floor: NotNegative = 1e-4
 ) -> Rewards:
-    r"""(a - mean) / std over the live tokens of the generation batch, a = r - group mean, the same on all its tokens.
+    r"""(a - mean) / std over the active tokens of the generation batch, a = r - group mean, the same on all its tokens.
 
     The std counts as `floor` at least. In the authors' code a group of equal rewards has the advantage -mean / std;
     here it has no signal, as with every estimator. REINFORCE++ with baseline, arXiv:2501.03262, section 3.2.
@@ -181,7 +181,7 @@ def reinforce_pp_baseline(
 
 
 def _whitened(returns: Tensor, mask: Mask | None, ddof: int, floor: float) -> Tensor:
-    """(x - mean) / max(std, floor) of returns [groups, completions (, time)], each counted on every live token."""
+    """(x - mean) / max(std, floor) of returns [groups, completions (, time)], each counted on every active token."""
     mask = torch.ones_like(returns)[..., None] if mask is None else mask
     tokens = torch.where(mask.bool(), returns if returns.dim() == 3 else returns[..., None], math.nan)
     counted = tokens[~tokens.isnan()]

@@ -13,7 +13,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from grpo_ext.objective.options import Count
-from grpo_ext.objective.ratios import live_tokens
+from grpo_ext.objective.ratios import active_tokens
 from grpo_ext.registry import Registry
 
 
@@ -40,25 +40,25 @@ class StepTotals(NamedTuple):
     tokens: Tensor
     """Live completion tokens."""
     sequences: Tensor
-    """Completions that have a live token."""
+    """Completions that have an active token."""
     micro_batches: Tensor
     """Forward passes."""
 
 
 def step_totals(masks: list[Shaped[Tensor, "_ _"]]) -> StepTotals:
     """Count one process's micro-batches (of any shapes); the caller sums over processes."""
-    live = [mask.bool() for mask in masks]
+    active = [mask.bool() for mask in masks]
     return StepTotals(
-        tokens=torch.stack([m.sum() for m in live]).sum(),
-        sequences=torch.stack([m.any(dim=-1).sum() for m in live]).sum(),
-        micro_batches=torch.tensor(len(live), device=live[0].device),
+        tokens=torch.stack([m.sum() for m in active]).sum(),
+        sequences=torch.stack([m.any(dim=-1).sum() for m in active]).sum(),
+        micro_batches=torch.tensor(len(active), device=active[0].device),
     )
 
 
 def token_sums(
     per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"]
 ) -> Float[Tensor, " batch"]:
-    """Sum over the live tokens of each completion; values under the mask are ignored."""
+    """Sum over the active tokens of each completion; values under the mask are ignored."""
     return torch.where(mask.bool(), per_token_loss, torch.zeros_like(per_token_loss)).sum(dim=-1)
 
 
@@ -67,7 +67,7 @@ def seq_mean_token_mean(
     per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
     r"""(1/B) sum_i (1/n_i) sum_t loss_it: every completion counts the same. GRPO, arXiv:2402.03300."""
-    n = live_tokens(mask, per_token_loss.dtype).squeeze(-1)
+    n = active_tokens(mask, per_token_loss.dtype).squeeze(-1)
     return (token_sums(per_token_loss, mask) / n).sum() / totals.sequences.clamp(min=1)
 
 
@@ -75,7 +75,7 @@ def seq_mean_token_mean(
 def token_mean(
     per_token_loss: Float[Tensor, " batch #time"], mask: Shaped[Tensor, "batch time"], totals: StepTotals
 ) -> Float[Tensor, ""]:
-    r"""(1/N) sum_it loss_it, N the live tokens of the step: every token counts the same. DAPO, arXiv:2503.14476."""
+    r"""(1/N) sum_it loss_it, N the active tokens of the step: every token counts the same. DAPO, arXiv:2503.14476."""
     return token_sums(per_token_loss, mask).sum() / totals.tokens.clamp(min=1)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_ext.objective.kl import k3
 from grpo_ext.objective.options import Within
-from grpo_ext.objective.ratios import live_tokens
+from grpo_ext.objective.ratios import active_tokens
 from grpo_ext.objective.surrogate_traits import surrogates
 
 Strength = Annotated[float, Within(above=0.0, because="without the pull it has no bound on how far the policy moves")]
@@ -35,7 +35,7 @@ def dro(
     nothing is exponentiated, and the pull grows with it.
     """
     log_s = (per_token_logps - old_per_token_logps).sum(dim=-1, keepdim=True)
-    return tau / 2 * log_s.square() / live_tokens(mask, log_s.dtype) - advantages * per_token_logps
+    return tau / 2 * log_s.square() / active_tokens(mask, log_s.dtype) - advantages * per_token_logps
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def effective_size(
 ) -> Float[Tensor, "batch 1"]:
     r"""(sum_t r)^2 / (n sum_t r^2) of each completion, from 1/n to 1, where all its ratios are equal."""
     ratio = torch.where(mask.bool(), log_ratio.exp(), 0.0)
-    squares = (live_tokens(mask, ratio.dtype) * ratio.square().sum(dim=-1, keepdim=True)).clamp(min=1e-30)
+    squares = (active_tokens(mask, ratio.dtype) * ratio.square().sum(dim=-1, keepdim=True)).clamp(min=1e-30)
     return torch.where(mask.bool().any(dim=-1, keepdim=True), ratio.sum(dim=-1, keepdim=True).square() / squares, 1.0)
 
 

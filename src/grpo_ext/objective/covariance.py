@@ -1,6 +1,6 @@
 r"""Surrogates that treat the tokens apart whose covariance of log-probability and advantage drives the entropy down.
 
-c_t = (A_t - mean A) (l_t - mean l), the means over the live tokens of the whole generation, l of the policy before it
+c_t = (A_t - mean A) (l_t - mean l), the means over the active tokens of the whole generation, l of the policy before it
 trains on it. Such tokens are chosen once for a generation, by `marks`, so that the gradient does not depend on how
 it is split. The authors' code takes means and choice from each micro-batch, by the policy of the moment. The paper:
 arXiv:2505.22617.
@@ -24,13 +24,13 @@ Marks = Bool[Tensor, "groups completions time"]
 
 
 def covariances(advantages: Advantages, per_token_logps: Logps, mask: Mask) -> Logps:
-    """Return c_t of each live token of a generation, 0 of the others, in float64: the sums run over all tokens."""
-    live = mask.bool()
+    """Return c_t of each active token of a generation, 0 of the others, in float64: the sums run over all tokens."""
+    active = mask.bool()
     a = (advantages if advantages.dim() == 3 else advantages[..., None]).expand(mask.shape)
     centred = []
     for values in (a.double(), per_token_logps.double()):
-        mean = torch.where(live, values, 0.0).sum() / live.sum().clamp(min=1)
-        centred.append(torch.where(live, values - mean, 0.0))
+        mean = torch.where(active, values, 0.0).sum() / active.sum().clamp(min=1)
+        centred.append(torch.where(active, values - mean, 0.0))
     return centred[0] * centred[1]
 
 
@@ -39,7 +39,7 @@ def _count(mask: Mask, share: float) -> int:
 
 
 def highest(advantages: Advantages, per_token_logps: Logps, mask: Mask, *, share: Share = 2e-3, **_: Any) -> Marks:
-    """Return the `share` of live tokens, at least one, with the highest c_t above 0; equal ones together."""
+    """Return the `share` of active tokens, at least one, with the highest c_t above 0; equal ones together."""
     c = covariances(advantages, per_token_logps, mask)
     return (c > 0) & (c >= c.flatten().sort(descending=True).values[_count(mask, share) - 1])
 
@@ -73,7 +73,7 @@ def drawn(
     cov_high: float = 5.0,
     **_: Any,
 ) -> Marks:
-    """Return as many of the tokens with c_t in (cov_low, cov_high) as make up `share` of all live ones, at least one.
+    """Return as many of the tokens with c_t in (cov_low, cov_high) as make up `share` of all active ones, at least one.
 
     The draw is a hash of the ids up to the token: the same on every process and after a resume, and alike for tokens
     that are alike.
@@ -85,7 +85,7 @@ def drawn(
 
 
 def _lots(completion_ids: Ids, mask: Mask) -> Ids:
-    """Return an evenly spread number for each sequence of live tokens, that of splitmix64."""
+    """Return an evenly spread number for each sequence of active tokens, that of splitmix64."""
     place = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
     return _mixed(torch.where(mask.bool(), _mixed(completion_ids.long() * 1_000_003 + place), 0).cumsum(dim=-1))
 

@@ -24,7 +24,7 @@ def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **opt
     """Compute advantages by the estimator of that name or path.
 
     A completion that could not be scored gets exactly 0; so do a group without a signal (unless the estimator's
-    baseline is not the group's) and a token that is not live. All others are finite, one for each completion or one
+    baseline is not the group's) and a token that is not active. All others are finite, one for each completion or one
     for each of its tokens.
 
     Raises:

@@ -159,7 +159,7 @@ class Objective:
 
     @property
     def sees_tokens(self) -> bool:
-        """True if advantages, or marks, depend on which tokens are live, or on what is known of them."""
+        """True if advantages, or marks, depend on which tokens are active, or on what is known of them."""
         return self.kl_in_reward or self.sees_turns or not self.generation_inputs.isdisjoint(TOKEN_INPUTS)
 
     @property
@@ -189,8 +189,8 @@ class Objective:
         old = full_precision(fixed.get("old_per_token_logps", per_token_logps.detach()))
         advantages, sampler = fixed["advantages"], fixed.get("importance_sampling_ratio")
         if sampler is not None:
-            live = mask.bool() if sampler.shape == mask.shape else mask.bool().any(dim=-1, keepdim=True)
-            sampler = torch.where(live, sampler, 1.0)
+            active = mask.bool() if sampler.shape == mask.shape else mask.bool().any(dim=-1, keepdim=True)
+            sampler = torch.where(active, sampler, 1.0)
         tensors = {
             "per_token_logps": masked(per_token_logps, mask),
             "old_per_token_logps": masked(old, mask),
@@ -251,7 +251,7 @@ class Objective:
     ) -> Float[Tensor, "groups completions"] | Float[Tensor, "groups completions time"]:
         """Compute the advantages of a generation batch; column -1 of `history` belongs to the weighted total.
 
-        `mask` are the live tokens of its completions, required if `sees_tokens`. `kl` is the KL estimate of each token
+        `mask` are the active tokens of its completions, required if `sees_tokens`. `kl` is the KL estimate of each token
         if `kl_in_reward`; `rewards` are then those of `less_kl`. The tensors of turns, as in `turn_advantages`, are
         required if `sees_turns`. `more` are the other `estimator_inputs` by name.
 
@@ -288,7 +288,7 @@ class Objective:
     ) -> Float[Tensor, "groups completions 1"]:
         """Return the weighted total less beta times the KL of a completion, unless the estimator places the KL itself.
 
-        The KL of a completion without a live token (a truncated one that is masked) is unknown, so its total is NaN:
+        The KL of a completion without an active token (a truncated one that is masked) is unknown, so its total is NaN:
         like a completion that was not scored it stays out of its group's statistics.
         """
         total = weighted_total(rewards, weights, missing=self.missing_rewards)

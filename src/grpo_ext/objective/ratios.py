@@ -1,7 +1,7 @@
 r"""Log importance ratios at token, sequence and product level, bounded so that exp cannot overflow.
 
 Notation: l, l_old are log-probabilities of the sampled tokens under the policy and under the policy that sampled them,
-n is the number of live tokens of a completion. Per-token differences are summed, never sums subtracted: over 8192
+n is the number of active tokens of a completion. Per-token differences are summed, never sums subtracted: over 8192
 bfloat16 tokens the difference of two sums is pure rounding.
 """
 
@@ -38,8 +38,8 @@ def bounded(log_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def live_tokens(mask: Shaped[Tensor, "batch time"], dtype: torch.dtype) -> Float[Tensor, "batch 1"]:
-    """Return n, the number of live tokens of each completion, at least 1."""
+def active_tokens(mask: Shaped[Tensor, "batch time"], dtype: torch.dtype) -> Float[Tensor, "batch 1"]:
+    """Return n, the number of active tokens of each completion, at least 1."""
     return mask.bool().sum(dim=-1, keepdim=True).clamp(min=1).to(dtype)
 
 
@@ -53,7 +53,7 @@ def token(log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch ti
 def sequence(log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"]) -> Float[Tensor, "batch 1"]:
     """log s = (1/n) sum_t (l_t - l_old,t), the geometric mean of a completion's ratios. GSPO, arXiv:2507.18071."""
     log_ratio = masked(log_ratio, mask)
-    return bounded(log_ratio.sum(dim=-1, keepdim=True) / live_tokens(mask, log_ratio.dtype))
+    return bounded(log_ratio.sum(dim=-1, keepdim=True) / active_tokens(mask, log_ratio.dtype))
 
 
 @ratios.register("product")
@@ -82,9 +82,9 @@ def on_tokens(
     Args:
         log_ratio: of the completion, as the level's function returned it.
         per_token_logps: of the policy, zero under the mask.
-        mask: live tokens.
+        mask: active tokens.
         level: 'sequence' or 'product'.
     """
-    weight = live_tokens(mask, log_ratio.dtype) if level == "product" else torch.ones_like(log_ratio)
+    weight = active_tokens(mask, log_ratio.dtype) if level == "product" else torch.ones_like(log_ratio)
     weight = torch.where(log_ratio.detach().abs() < LOG_RATIO_BOUND, weight, 0.0)
     return masked(log_ratio.detach() + weight * (per_token_logps - per_token_logps.detach()), mask)

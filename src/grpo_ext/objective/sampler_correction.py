@@ -1,7 +1,7 @@
 r"""Weights of completions that were sampled from another distribution than the policy's.
 
 Notation: mu is the sampler, pi_old the policy whose ratio the loss takes, d_t = log pi_old(y_t) - log mu(y_t) the
-log-ratio of a sampled token (0 where mu is unknown), n the live tokens of a completion.
+log-ratio of a sampled token (0 where mu is unknown), n the active tokens of a completion.
 
 A rule looks at units: at level `token` each token, at the other levels each completion, whose tokens it combines.
 
@@ -33,7 +33,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from grpo_ext.objective.kl import kl_estimators
-from grpo_ext.objective.ratios import LOG_RATIO_BOUND, live_tokens, masked
+from grpo_ext.objective.ratios import LOG_RATIO_BOUND, active_tokens, masked
 
 Level = Literal["token", "sequence", "geometric", "max"]
 Statistic = Literal["ratio", "k1", "k2", "k3", "binary_kl", "m2"]
@@ -93,7 +93,7 @@ class Corrected:
 
     Attributes:
         weights: factors of the loss per token, [batch, 1] or [batch, time]; 0 for what a rule leaves out.
-        counted: live tokens that no rule rejects: those of the loss's denominators.
+        counted: active tokens that no rule rejects: those of the loss's denominators.
     """
 
     weights: Float[Tensor, " batch #time"]
@@ -109,51 +109,51 @@ def corrected(
 ) -> Corrected:
     """Weigh completions by the product of all rules' weights.
 
-    Each rule sees all live tokens, also those that another rule leaves out. What is not live has a weight of 1.
+    Each rule sees all active tokens, also those that another rule leaves out. What is not active has a weight of 1.
 
     Args:
         rules: in any order.
         policy_logps: log pi_old of the sampled tokens.
         sampler_logps: log mu of the sampled tokens, NaN where unknown.
-        mask: live tokens.
+        mask: active tokens.
         gather: for `m2` and `normalize`, which look at the generation of all processes.
     """
-    live = mask.bool()
+    active = mask.bool()
     known = torch.where(sampler_logps.isnan(), policy_logps, sampler_logps)
-    log_ratio = masked((policy_logps - known).nan_to_num(), live)
-    weights, counted = log_ratio.new_ones(len(live), 1), live
+    log_ratio = masked((policy_logps - known).nan_to_num(), active)
+    weights, counted = log_ratio.new_ones(len(active), 1), active
     for rule in rules:
-        within = _within(rule, log_ratio, masked(policy_logps, live), masked(known, live), live, gather)
-        weights = weights * _weights(rule, log_ratio, within, live, gather)
+        within = _within(rule, log_ratio, masked(policy_logps, active), masked(known, active), active, gather)
+        weights = weights * _weights(rule, log_ratio, within, active, gather)
         counted = counted & within if rule.action == "reject" else counted
-    return Corrected(torch.where(_units(live, weights), weights, 1.0), counted)
+    return Corrected(torch.where(_units(active, weights), weights, 1.0), counted)
 
 
 def _weights(
     rule: SamplerRule,
     log_ratio: Float[Tensor, "batch time"],
     within: Bool[Tensor, " batch #time"],
-    live: Bool[Tensor, "batch time"],
+    active: Bool[Tensor, "batch time"],
     gather: Gather,
 ) -> Float[Tensor, " batch #time"]:
     if rule.statistic != "ratio":
         return within.to(log_ratio.dtype)
-    ratio = ratio_of(rule.level, log_ratio, live)
+    ratio = ratio_of(rule.level, log_ratio, active)
     if rule.action != "truncate":
         ratio = torch.where(within, ratio, 0.0)
     elif (rule.lower, rule.upper) != (None, None):
         ratio = ratio.clamp(rule.lower, rule.upper)
     if not rule.normalize:
         return ratio
-    units = _units(live, ratio) & within if rule.action == "reject" else _units(live, ratio)
+    units = _units(active, ratio) & within if rule.action == "reject" else _units(active, ratio)
     sums = torch.stack([ratio[units].sum(), units.sum().to(ratio.dtype)])
     total, number = gather(sums).view(-1, 2).sum(dim=0)
     return ratio * number / total if total > 0 else ratio
 
 
-def _units(live: Bool[Tensor, "batch time"], values: Float[Tensor, " batch #time"]) -> Bool[Tensor, " batch #time"]:
+def _units(active: Bool[Tensor, "batch time"], values: Float[Tensor, " batch #time"]) -> Bool[Tensor, " batch #time"]:
     """Live tokens, or completions that have one, by the shape of `values`."""
-    return live if values.shape[1] == live.shape[1] else live.any(dim=1, keepdim=True)
+    return active if values.shape[1] == active.shape[1] else active.any(dim=1, keepdim=True)
 
 
 def _within(
@@ -161,7 +161,7 @@ def _within(
     log_ratio: Float[Tensor, "batch time"],
     policy_logps: Float[Tensor, "batch time"],
     sampler_logps: Float[Tensor, "batch time"],
-    live: Bool[Tensor, "batch time"],
+    active: Bool[Tensor, "batch time"],
     gather: Gather,
 ) -> Bool[Tensor, " batch #time"]:
     """Units whose statistic lies within the bounds; all of them under `truncate`."""
@@ -170,19 +170,19 @@ def _within(
     upper = math.inf if rule.upper is None else rule.upper
     if rule.statistic == "m2":
         squares = log_ratio.square()
-        return squares <= second_moment_cut(gather(squares[live]), upper)
-    values = statistic(rule, log_ratio, policy_logps, sampler_logps, live)
+        return squares <= second_moment_cut(gather(squares[active]), upper)
+    values = statistic(rule, log_ratio, policy_logps, sampler_logps, active)
     return (values >= (-math.inf if rule.lower is None else rule.lower)) & (values <= upper)
 
 
 def ratio_of(
-    level: Level, log_ratio: Float[Tensor, "batch time"], live: Bool[Tensor, "batch time"]
+    level: Level, log_ratio: Float[Tensor, "batch time"], active: Bool[Tensor, "batch time"]
 ) -> Float[Tensor, " batch #time"]:
-    """Ratio of each unit, at most exp(20); `log_ratio` is zero where `live` is not."""
+    """Ratio of each unit, at most exp(20); `log_ratio` is zero where `active` is not."""
     if level != "token":
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
     if level == "geometric":
-        log_ratio = log_ratio / live_tokens(live, log_ratio.dtype)
+        log_ratio = log_ratio / active_tokens(active, log_ratio.dtype)
     return log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
 
 
@@ -191,11 +191,11 @@ def statistic(
     log_ratio: Float[Tensor, "batch time"],
     policy_logps: Float[Tensor, "batch time"],
     sampler_logps: Float[Tensor, "batch time"],
-    live: Bool[Tensor, "batch time"],
+    active: Bool[Tensor, "batch time"],
 ) -> Float[Tensor, " batch #time"]:
-    """Return the statistic of each unit; the tensors are zero where `live` is not."""
+    """Return the statistic of each unit; the tensors are zero where `active` is not."""
     if rule.statistic == "ratio":
-        return ratio_of(rule.level, log_ratio, live)
+        return ratio_of(rule.level, log_ratio, active)
     d = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     if rule.statistic == "binary_kl":
         both = bernoulli_kl(sampler_logps, policy_logps), bernoulli_kl(policy_logps, sampler_logps)
@@ -205,9 +205,9 @@ def statistic(
     if rule.level == "token":
         return values
     if rule.level == "max":
-        return values.masked_fill(~live, -math.inf).amax(dim=1, keepdim=True).nan_to_num(neginf=0.0)
-    total = masked(values, live).sum(dim=1, keepdim=True)
-    return total / live_tokens(live, total.dtype) if rule.level == "geometric" else total
+        return values.masked_fill(~active, -math.inf).amax(dim=1, keepdim=True).nan_to_num(neginf=0.0)
+    total = masked(values, active).sum(dim=1, keepdim=True)
+    return total / active_tokens(active, total.dtype) if rule.level == "geometric" else total
 
 
 def interpolated(

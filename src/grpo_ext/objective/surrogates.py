@@ -6,7 +6,7 @@ a recipe may set. The available tensors, all zero or 1 under the mask:
 - `log_ratio` [batch, time], or [batch, 1] at sequence and product level: see `ratios`;
 - `advantages` [batch, 1] or [batch, time];
 - `per_token_logps`, `old_per_token_logps` [batch, time]: l and l_old;
-- `mask` [batch, time]: the live completion tokens;
+- `mask` [batch, time]: the active completion tokens;
 - `importance_sampling_ratio` [batch, 1 or time] or None: the sampler's correction; a surrogate that requests it
   applies it, all others are multiplied by it;
 - `marks` [batch, time]: 1 on the tokens that the surrogate's `marks` chose from the whole generation.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grpo_ext.objective import anchored_surrogates, covariance  # noqa: F401 (their surrogates are in the registry)
 from grpo_ext.objective.options import Within
-from grpo_ext.objective.ratios import LOG_RATIO_BOUND, live_tokens
+from grpo_ext.objective.ratios import LOG_RATIO_BOUND, active_tokens
 from grpo_ext.objective.sampler_correction import bernoulli_kl
 from grpo_ext.objective.surrogate_traits import Regions as Regions
 from grpo_ext.objective.surrogate_traits import surrogates as surrogates
@@ -224,7 +224,7 @@ def gmpo(
     """
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=epsilon_high), log_ratio.clamp(min=-epsilon_low))
     clipped = torch.where(mask.bool(), clipped, 0.0)
-    return -(clipped.sum(dim=-1, keepdim=True) / live_tokens(mask, clipped.dtype)).exp() * advantages
+    return -(clipped.sum(dim=-1, keepdim=True) / active_tokens(mask, clipped.dtype)).exp() * advantages
 
 
 @surrogates.register("topr")

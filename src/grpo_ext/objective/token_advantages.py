@@ -1,6 +1,6 @@
 r"""Estimators that look into the completions: at their tokens, log-probabilities and entropies.
 
-Notation and inputs as in `advantages`; n are the live tokens of a completion.
+Notation and inputs as in `advantages`; n are the active tokens of a completion.
 """
 
 import math
@@ -43,36 +43,36 @@ def gtpo(
     of equal rewards has -entropy_coef H, here no signal; their code divides the loss of a completion by its number of
     conflicting tokens, which their formula does not. GTPO, arXiv:2508.03772.
     """
-    live, centred = mask.bool(), only_signal(none(rewards), rewards)
+    active, centred = mask.bool(), only_signal(none(rewards), rewards)
     side = centred.sign()[..., None]
     weights = torch.ones_like(centred[..., None].expand(mask.shape))
     for backward in (False, True):
-        conflicts = conflict_runs(completion_ids, live, side, backward=backward)
+        conflicts = conflict_runs(completion_ids, active, side, backward=backward)
         weights = weights * torch.where(conflicts, torch.where(side > 0, conflict_weight, 0.0), 1.0)
-    entropy = torch.where(live, entropies.to(rewards.dtype), 0.0).sum(dim=-1) / live.sum(dim=-1).clamp(min=1)
+    entropy = torch.where(active, entropies.to(rewards.dtype), 0.0).sum(dim=-1) / active.sum(dim=-1).clamp(min=1)
     shaped = centred - entropy_coef * entropy
     kept = entropy <= (math.inf if entropy_limit is None else entropy_limit)
     if log_metric is not None:
         log_metric("advantages/gtpo_filtered", (~kept).double().mean().item())
     shaped = torch.where(kept, shaped, 0.0)
-    return torch.where(live, shaped[..., None] * weights, 0.0)
+    return torch.where(active, shaped[..., None] * weights, 0.0)
 
 
-def conflict_runs(ids: Ids, live: Live, side: Float[Tensor, "groups completions 1"], *, backward: bool) -> Live:
+def conflict_runs(ids: Ids, active: Live, side: Float[Tensor, "groups completions 1"], *, backward: bool) -> Live:
     """Return the unbroken run of conflicting tokens that each completion begins with, or ends with if `backward`.
 
     `side` is 1 above the mean, -1 below it and 0 for a completion that takes no part.
     """
     if backward:
-        return conflict_runs(ids.flip(-1), live.flip(-1), side, backward=False).flip(-1)
-    order = (~live).long().argsort(dim=-1, stable=True)  # live tokens first
-    ids, live = ids.gather(-1, order), live.gather(-1, order)
-    conflicts = torch.zeros_like(live)
+        return conflict_runs(ids.flip(-1), active.flip(-1), side, backward=False).flip(-1)
+    order = (~active).long().argsort(dim=-1, stable=True)  # active tokens first
+    ids, active = ids.gather(-1, order), active.gather(-1, order)
+    conflicts = torch.zeros_like(active)
     for other in range(ids.shape[1]):
         its = slice(other, other + 1)
-        conflicts |= (side * side[:, its] < 0) & live & live[:, its] & (ids == ids[:, its])
+        conflicts |= (side * side[:, its] < 0) & active & active[:, its] & (ids == ids[:, its])
     runs = conflicts.long().cumprod(dim=-1).bool()
-    return torch.zeros_like(live).scatter(-1, order, runs)
+    return torch.zeros_like(active).scatter(-1, order, runs)
 
 
 @estimators.register("tpo", sums_to_zero=True)
@@ -81,15 +81,15 @@ def tpo(rewards: Rewards, mask: Mask, per_token_logps: Tokens, *, eta: Temperatu
 
     With surrogate and aggregation of the row `tpo` the gradient is that of the cross-entropy -sum_i q_i log p_i, for
     the first update of a generation: after it the paper computes p again and keeps q, while here both stay. The
-    std is the population's. A completion without a live token takes no part. Target Policy Optimization,
+    std is the population's. A completion without an active token takes no part. Target Policy Optimization,
     arXiv:2604.06159.
     """
-    live = mask.bool()
-    counted = live.any(dim=-1) & ~rewards.isnan()
+    active = mask.bool()
+    counted = active.any(dim=-1) & ~rewards.isnan()
     scores = torch.where(counted, rewards, math.nan)
     std = _std(scores, 0, dim=-1)[:, None]
     u = torch.where(counted & (std > 0), _centred(scores) / std, 0.0)
-    logps = torch.where(live, per_token_logps.to(rewards.dtype), 0.0).sum(dim=-1)
+    logps = torch.where(active, per_token_logps.to(rewards.dtype), 0.0).sum(dim=-1)
     log_p = torch.where(counted, logps, -math.inf).log_softmax(dim=-1)
     change = counted.sum(dim=-1, keepdim=True) * ((log_p + u / eta).softmax(dim=-1) - log_p.exp())
     return torch.where(counted, change, 0.0)
@@ -110,13 +110,13 @@ def iw_opd(
     The rewards have no part in it, but a completion that could not be scored has none either. IW-OPD,
     arXiv:2606.22600.
     """
-    live = mask.bool()
-    gaps = torch.where(live, (ref_per_token_logps - old_per_token_logps).to(rewards.dtype), 0.0)
-    return torch.where(live, prefix_weights(gaps, gamma) * gaps, 0.0)
+    active = mask.bool()
+    gaps = torch.where(active, (ref_per_token_logps - old_per_token_logps).to(rewards.dtype), 0.0)
+    return torch.where(active, prefix_weights(gaps, gamma) * gaps, 0.0)
 
 
 def prefix_weights(gaps: Tensor, gamma: float) -> Tensor:
-    r"""w_t = 1 + gamma (1 - sum_{s < t} |a_s| / sum_s |a_s|) along the last axis of gaps a, 0 where not live.
+    r"""w_t = 1 + gamma (1 - sum_{s < t} |a_s| / sum_s |a_s|) along the last axis of gaps a, 0 where not active.
 
     From 1 + gamma at the first token down to 1: the further teacher and student have come apart before a token, the
     less the teacher knows about it. IW-OPD, arXiv:2606.22600.

@@ -1,4 +1,4 @@
-"""A trajectory: the turns of one attempt at one prompt, as one row of a batch.
+"""A trajectory: the turns of one episode of one prompt, as one row of a batch.
 
 A turn is a context, the ids that the policy read, and the ids that it sampled after them. Contexts usually extend each
 other; where one is rewritten (thinking stripped, history summarised, a sub-agent) a trajectory has several plain rows
@@ -30,14 +30,14 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TurnRequest:
-    """A turn to be sampled: the unit of an engine. One attempt may have several at a time."""
+    """A turn to be sampled: the unit of an engine. One episode may have several at a time."""
 
     context: list[int]
     """All ids that the policy reads."""
     limit: int
     """Most tokens to sample."""
-    attempt: int
-    """Number of its attempt in the generation, whose random numbers it takes."""
+    episode: int
+    """Number of its episode in the generation, whose random numbers it takes."""
 
 
 @dataclass(frozen=True)

@@ -78,14 +78,14 @@ def _by_own_logits(
         if not fused_lm_head:
             return own(*args, **kwargs)
         labels = kwargs.pop("labels")[:, -completion:]
-        found, live = own(*args, use_cache=False, **kwargs, **narrow), labels != -100
-        logits = found.logits[:, -completion - 1 : -1][live]
+        found, active = own(*args, use_cache=False, **kwargs, **narrow), labels != -100
+        logits = found.logits[:, -completion - 1 : -1][active]
         logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
         if kept is not None:
             logits = logits.masked_fill(kept(len(logits)).left_out(slice(None), logits.shape[1]), LEFT_OUT)
         log_p = logits.log_softmax(dim=-1)
-        values = log_p.gather(1, labels[live][:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
-        log_probs, entropy = (value.new_zeros(labels.shape).masked_scatter(live, value) for value in values)
+        values = log_p.gather(1, labels[active][:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+        log_probs, entropy = (value.new_zeros(labels.shape).masked_scatter(active, value) for value in values)
         aux_loss = getattr(found, "aux_loss", None)
         return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)
 

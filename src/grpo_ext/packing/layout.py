@@ -108,11 +108,11 @@ def _pieces(
     number: int, group: list[int], lead: np.ndarray, last: int, lengths: np.ndarray, whole: bool
 ) -> Iterator[_Piece]:
     """Yield a group's prompt without its last token, then each completion preceded by that token."""
-    live = [row for row in group if lengths[row] or whole]
-    shared = len(lead) > 0 and len(live) > 1
+    active = [row for row in group if lengths[row] or whole]
+    shared = len(lead) > 0 and len(active) > 1
     if shared:
         yield _Piece(group[0], lead, len(group), 0, 0, provides=number)
-    for row in live:
+    for row in active:
         tail = np.arange(last, last + int(lengths[row]) + whole)
         columns = tail if shared else np.concatenate([lead, tail])
         owner = number if shared else None

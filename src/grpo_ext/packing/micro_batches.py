@@ -50,7 +50,7 @@ PARENTS: Final = "parents"
 TOKENS: Final = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
-def live_mask(inputs: Mapping[str, Any]) -> Tensor:
+def active_mask(inputs: Mapping[str, Any]) -> Tensor:
     """Completion tokens [rows, time] that the policy wrote and that are trained on."""
     return inputs["completion_mask"] * inputs.get("tool_mask", 1)
 
@@ -140,7 +140,7 @@ def rows_of(batch: MicroBatch, rows: Tensor) -> MicroBatch:
     return _changed(batch, taken)
 
 
-def live_columns(prompt_mask: Tensor, completion_mask: Tensor) -> tuple[int, int]:
+def active_columns(prompt_mask: Tensor, completion_mask: Tensor) -> tuple[int, int]:
     """Return the first column that some prompt has, and the number of columns of completions, at least 1."""
     asked, answered = prompt_mask.any(dim=0), completion_mask.any(dim=0)
     return int(asked.int().argmax()), int(answered.nonzero().max()) + 1 if answered.any() else 1
@@ -151,7 +151,7 @@ def trim(batch: MicroBatch, *, prompts: bool = True) -> MicroBatch:
 
     With absolute positions a prompt must keep its padding (`prompts=False`).
     """
-    first, last = live_columns(batch["prompt_mask"], batch["completion_mask"])
+    first, last = active_columns(batch["prompt_mask"], batch["completion_mask"])
     first, width = first if prompts else 0, batch["completion_mask"].shape[1]
 
     def trimmed(name: str, value: Any) -> Any:
@@ -172,28 +172,28 @@ def silent(advantages: Tensor) -> Tensor:
     return ~advantages.reshape(len(advantages), -1).any(dim=1)
 
 
-def of_live_rows(
-    forward: Callable[[MicroBatch], tuple[Tensor, Tensor | None, Tensor | None]], inputs: MicroBatch, live: Tensor
+def of_active_rows(
+    forward: Callable[[MicroBatch], tuple[Tensor, Tensor | None, Tensor | None]], inputs: MicroBatch, active: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [batch, time] of the rows that are `live`, through a forward of only those.
+    """Log-probabilities and entropies [batch, time] of the rows that are `active`, through a forward of only those.
 
-    The others have their old log-probabilities, a ratio of 1, and no gradient. Where no row is live the forward runs
+    The others have their old log-probabilities, a ratio of 1, and no gradient. Where no row is active the forward runs
     over a single token, for the processes that wait for this one's collectives, and the result depends on it by zero;
     where rows have images it runs over the images of one.
     """
     rows, time = inputs["completion_ids"].shape
-    if live.any():
-        at = live.nonzero()[:, 0]
+    if active.any():
+        at = active.nonzero()[:, 0]
         needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, KEPT, IMAGES)}
         batch = trim(rows_of(cast(MicroBatch, needed), at), prompts=False)
     elif IMAGES in inputs:
         sees = next((i for i, row in enumerate(inputs[IMAGES]) if int(row[COUNT])), 0)
-        at = live.new_tensor([sees], dtype=torch.long)
+        at = active.new_tensor([sees], dtype=torch.long)
         row = rows_of(cast(MicroBatch, {name: inputs[name] for name in (*TOKENS, IMAGES)}), at)
         row["completion_ids"], row["completion_mask"] = row["completion_ids"][:, :1], torch.ones_like(at)[:, None]
         batch = row
     else:
-        at = live.new_zeros(1, dtype=torch.long)
+        at = active.new_zeros(1, dtype=torch.long)
         prompt, token = inputs["prompt_ids"][:1, -1:], inputs["completion_ids"][:1, :1]
         masks = torch.ones_like(inputs["prompt_mask"][:1, -1:]), torch.ones_like(inputs["completion_mask"][:1, :1])
         batch = MicroBatch(prompt_ids=prompt, prompt_mask=masks[0], completion_ids=token, completion_mask=masks[1])
@@ -202,7 +202,7 @@ def of_live_rows(
     old = inputs.get("old_per_token_logps")
     ground = logps.new_zeros(rows, time) if old is None else old.to(logps.dtype)
     padding = (0, time - logps.shape[1])
-    if not live.any():
+    if not active.any():
         return ground + torch.nn.functional.pad(logps * 0.0, padding), entropies.new_zeros(rows, time)
     logps, entropies = (torch.nn.functional.pad(x, padding) for x in (logps, entropies))
     return ground.index_copy(0, at, logps), entropies.new_zeros(rows, time).index_copy(0, at, entropies)

@@ -78,15 +78,15 @@ class Size:
         """Return an upper bound of the gain for any batch of this shape."""
         return self._gain(math.prod(shape), math.prod(shape), 2, device)
 
-    def most_of(self, live: Bool[np.ndarray, "rows width"], completion: int, device: str) -> float:
+    def most_of(self, active: Bool[np.ndarray, "rows width"], completion: int, device: str) -> float:
         """Return an upper bound of the gain for a batch with this mask: one prompt for all rows, or none shared."""
-        lengths = live[:, -completion:].sum(axis=1)
-        labels, prompts = int(lengths.sum()), live[:, :-completion].sum(axis=1)[lengths > 0] - 1
+        lengths = active[:, -completion:].sum(axis=1)
+        labels, prompts = int(lengths.sum()), active[:, :-completion].sum(axis=1)[lengths > 0] - 1
         if not labels:
             return 0.0
-        scores = live.size - len(live) - labels
-        shared = self._gain(live.size - labels - int(prompts.min()), scores, 4, device)
-        return max(shared, self._gain(live.size - labels - int(prompts.sum()), scores, 2, device))
+        scores = active.size - len(active) - labels
+        shared = self._gain(active.size - labels - int(prompts.min()), scores, 4, device)
+        return max(shared, self._gain(active.size - labels - int(prompts.sum()), scores, 2, device))
 
     def _gain(self, tokens: int, scores: int, calls: int, device: str) -> float:
         """Return the gain from `tokens` and `scores` saved; on a CPU stock TRL scores every position."""
@@ -206,10 +206,10 @@ class PrefixSharing:
         shape, device, auto = tuple(input_ids.shape), input_ids.device.type, self.setting != "true"
         if auto and self.size.most(shape, device) <= MARGIN:
             return None
-        live = mask.bool().cpu().numpy()
-        if auto and self.size.most_of(live, completion, device) <= MARGIN:
+        active = mask.bool().cpu().numpy()
+        if auto and self.size.most_of(active, completion, device) <= MARGIN:
             return None
-        layout = self._fitting(pack(input_ids.cpu().numpy(), live, completion, whole=whole))
+        layout = self._fitting(pack(input_ids.cpu().numpy(), active, completion, whole=whole))
         if layout is None or not auto:
             return layout
         return layout if self.size.gain(layout, device) > MARGIN else None
@@ -250,15 +250,15 @@ class PrefixSharing:
         extra = {"output_router_logits": True} if compute_aux_loss else {}
         for begin in range(0, len(input_ids), batch_size):
             rows = slice(begin, begin + batch_size)
-            ids, live = input_ids[rows], mask[rows]
+            ids, active = input_ids[rows], mask[rows]
             given: dict[str, Any] = {} if kept is None else {"kept": kept[rows]}
             of_rows = None if parents is None else parents[rows]
-            layout, tree = self.arranged(ids, live, completion, of_rows, whole=compute_aux_loss)
+            layout, tree = self.arranged(ids, active, completion, of_rows, whole=compute_aux_loss)
             if layout is not None:
                 logps, entropies, aux_loss = packed(ids, layout, completion, **extra, **given)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))
             else:
-                parts.append(self._by_rows(partial(plain, **given), ids, live, completion, tree))
+                parts.append(self._by_rows(partial(plain, **given), ids, active, completion, tree))
         return concatenated(parts)
 
     def _by_rows(
@@ -278,11 +278,11 @@ class PrefixSharing:
             places = _tensor(found, mask)
         count = len(batches) if self.agreed is None or self.possible else self.agreed(len(batches))
         scores = [plain(*batch) for batch in batches]
-        ids, live, columns = batches[-1]
+        ids, active, columns = batches[-1]
         for _ in range(count - len(batches)):
-            spare = plain(ids[:1], live[:1], columns)[0].sum() * 0.0
+            spare = plain(ids[:1], active[:1], columns)[0].sum() * 0.0
             scores[0] = (scores[0][0] + spare, *scores[0][1:])
-        return scores[0] if places is None else _gathered(scores, [live.sum() for _, live, _ in batches], places)
+        return scores[0] if places is None else _gathered(scores, [active.sum() for _, active, _ in batches], places)
 
 
 def _tensor(array: np.ndarray, beside: Tensor) -> Tensor:

@@ -48,10 +48,10 @@ class SamplingSupport:
         begins, ids, first = torch.zeros_like(counts), list[Tensor](), 0
         for row, sets in enumerate(rows):
             of_row, ids_of_row = decoded(sets.cpu())
-            live = min(len(of_row), time)
+            active = min(len(of_row), time)
             ends = of_row.abs().long().cumsum(dim=0)
-            counts[row, :live] = of_row[:live]
-            begins[row, :live] = first + (ends - of_row.abs())[:live]
+            counts[row, :active] = of_row[:active]
+            begins[row, :active] = first + (ends - of_row.abs())[:active]
             ids.append(ids_of_row)
             first += len(ids_of_row)
         joined = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
@@ -63,19 +63,19 @@ class SamplingSupport:
     ) -> "SamplingSupport":
         """Return the sets of the positions that TRL's LM head computes for padded rows, in their order.
 
-        It computes the live tokens of completions, or, without a kernel that selects them, all predictions of a row.
+        It computes the active tokens of completions, or, without a kernel that selects them, all predictions of a row.
 
         Raises:
             ValueError: it computes another number of positions.
         """
-        (count, width), live = mask.shape, mask[:, -completion:].bool()
-        place = torch.arange(count * completion, device=live.device).view(count, completion)
-        if positions == int(live.sum()):
-            places = place[live]
+        (count, width), active = mask.shape, mask[:, -completion:].bool()
+        place = torch.arange(count * completion, device=active.device).view(count, completion)
+        if positions == int(active.sum()):
+            places = place[active]
         elif positions == count * (width - 1):
             places = torch.nn.functional.pad(place, (width - 1 - completion, 0), value=-1).flatten()
         else:
-            found = f"{positions} positions for rows of {width} tokens, {int(live.sum())} of them completions"
+            found = f"{positions} positions for rows of {width} tokens, {int(active.sum())} of them completions"
             raise ValueError(f"TRL's LM head computes {found}: the tokens that the sampler kept cannot be assigned.")
         return cls.of(rows, completion, mask.device).at(places)
 

@@ -19,7 +19,7 @@ from grpo_ext.packing.forward_mode import ForwardMode, exact_mode
 from grpo_ext.packing.images import IMAGES, RowImages, forward_arguments
 from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
-from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_live_rows
+from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_active_rows
 from grpo_ext.packing.obstacles import causal_lm
 from grpo_ext.packing.policy import PrefixSharing, Scores, concatenated
 from grpo_ext.packing.sampling_support import KEPT, SamplingSupport
@@ -115,13 +115,13 @@ class Scorer:
         score: Callable[..., Scores],
         model: nn.Module,
         inputs: MicroBatch,
-        live: Tensor | None = None,
+        active: Tensor | None = None,
         *,
         entropy: bool = True,
         aux_loss: bool = False,
         batch_size: int | None = None,
     ) -> Scores:
-        """Score a micro-batch, `batch_size` rows at a time; with `live` only those rows, and no auxiliary loss.
+        """Score a micro-batch, `batch_size` rows at a time; with `active` only those rows, and no auxiliary loss.
 
         `score` is the trainer's `_get_per_token_logps_and_entropies`, which a subclass may override.
         """
@@ -137,22 +137,22 @@ class Scorer:
                 batch["completion_ids"].size(1),
                 batch_size=batch_size,
                 compute_entropy=entropy,
-                compute_aux_loss=aux_loss and live is None,
+                compute_aux_loss=aux_loss and active is None,
                 **further,
             )
 
-        return forward(inputs) if live is None else (*of_live_rows(forward, inputs, live), None)
+        return forward(inputs) if active is None else (*of_active_rows(forward, inputs, active), None)
 
-    def parts(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None = None) -> list[Part]:
+    def parts(self, model: nn.Module, inputs: MicroBatch, active: Tensor | None = None) -> list[Part]:
         """Return the parts of a micro-batch whose losses have a forward and backward each, one after another.
 
-        Rows that are not `live` are in the last one. Where processes need as many forwards as each other, the first
+        Rows that are not `active` are in the last one. Where processes need as many forwards as each other, the first
         ones may have no rows.
         """
         if self.limit is None or not torch.is_grad_enabled():
-            return [Part(inputs, live)]
+            return [Part(inputs, active)]
         self.check(model, inputs["completion_ids"].device)
-        return self.limit.parts(inputs, live)
+        return self.limit.parts(inputs, active)
 
     def tokens(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_ext.objective.trajectory import paths
 from grpo_ext.packing.layout import groups_of
-from grpo_ext.packing.micro_batches import PARENTS, TOKENS, MicroBatch, live_columns, rows_of
+from grpo_ext.packing.micro_batches import PARENTS, TOKENS, MicroBatch, active_columns, rows_of
 from grpo_ext.packing.policy import PrefixSharing, Scores
 
 Piece = list[int]
@@ -28,7 +28,7 @@ class Part:
     """Rows of a micro-batch that one forward computes."""
 
     inputs: MicroBatch
-    live: Tensor | None = None
+    active: Tensor | None = None
     """Rows of it that have a gradient; None: all."""
     rows: Tensor | None = None
     """Their numbers in the micro-batch; None: all."""
@@ -67,16 +67,16 @@ class TokenBudget:
         def fits(piece: Piece) -> bool:
             return len(piece) <= 1 or computed(piece) <= self.tokens
 
-        live, start = mask.bool().cpu().numpy(), mask.shape[1] - completion
-        padded = Padded.of(live, completion, parents, trimmed=self.sharing.possible)
-        every = list(range(len(live)))
+        active, start = mask.bool().cpu().numpy(), mask.shape[1] - completion
+        padded = Padded.of(active, completion, parents, trimmed=self.sharing.possible)
+        every = list(range(len(active)))
         pieces = [every]
         if not fits(every):
             pieces = []
             if self.sharing.possible:
                 ids = input_ids.cpu().numpy()
-                groups = groups_of(ids[:, :start], live[:, :start])
-                packed = by_group(groups, live[:, :start].sum(axis=1) - 1, padded.lengths, self.tokens)
+                groups = groups_of(ids[:, :start], active[:, :start])
+                packed = by_group(groups, active[:, :start].sum(axis=1) - 1, padded.lengths, self.tokens)
                 pieces = [piece for piece in packed if fits(piece)]
             missing = sorted(set(every).difference(*pieces))
             pieces += padded.by_length(missing, self.tokens)
@@ -87,22 +87,22 @@ class TokenBudget:
 
         Before prompts of a model with absolute positions no column is left out.
         """
-        left, right = live_columns(mask[:, :-completion], mask[:, -completion:])
+        left, right = active_columns(mask[:, :-completion], mask[:, -completion:])
         return left if self.sharing.possible else 0, right
 
-    def parts(self, inputs: MicroBatch, live: Tensor | None) -> list[Part]:
-        """Cut a micro-batch by its `live` rows; the last part has the others too."""
+    def parts(self, inputs: MicroBatch, active: Tensor | None) -> list[Part]:
+        """Cut a micro-batch by its `active` rows; the last part has the others too."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        at = torch.arange(len(ids), device=ids.device) if live is None else live.nonzero()[:, 0]
+        at = torch.arange(len(ids), device=ids.device) if active is None else active.nonzero()[:, 0]
         parents = inputs[PARENTS][at] if PARENTS in inputs else None
         pieces = [at[rows] for rows in self.cut(ids[at], mask[at], inputs["completion_ids"].shape[1], parents)]
         spare = 0 if self.agreed is None else self.agreed(len(pieces)) - len(pieces)
         if len(pieces) == 1 and not spare:
-            return [Part(inputs, live)]
-        if live is not None:
-            pieces[-1] = torch.cat([pieces[-1], (~live).nonzero()[:, 0]]).sort().values
-        parts = [Part(rows_of(inputs, rows), None if live is None else live[rows], rows) for rows in pieces]
+            return [Part(inputs, active)]
+        if active is not None:
+            pieces[-1] = torch.cat([pieces[-1], (~active).nonzero()[:, 0]]).sort().values
+        parts = [Part(rows_of(inputs, rows), None if active is None else active[rows], rows) for rows in pieces]
         token = cast(MicroBatch, {name: value[:1] for name, value in cast(dict, inputs).items() if name in TOKENS})
         none = torch.zeros_like(token["completion_ids"][:, 0], dtype=torch.bool)
         return [*[Part(token, none, at[:0])] * spare, *parts]
@@ -121,12 +121,12 @@ class Padded:
 
     @classmethod
     def of(
-        cls, live: Bool[np.ndarray, "rows width"], completion: int, parents: Tensor | None, *, trimmed: bool
+        cls, active: Bool[np.ndarray, "rows width"], completion: int, parents: Tensor | None, *, trimmed: bool
     ) -> "Padded":
         """Measure rows; a forward of fewer rows has fewer columns of padding before prompts if it may be `trimmed`."""
-        start, lengths = live.shape[1] - completion, live[:, -completion:].sum(axis=1)
-        first = live[:, :start].argmax(axis=1) if trimmed else np.zeros(len(live), int)
-        contexts = np.ones(len(live), int)
+        start, lengths = active.shape[1] - completion, active[:, -completion:].sum(axis=1)
+        first = active[:, :start].argmax(axis=1) if trimmed else np.zeros(len(active), int)
+        contexts = np.ones(len(active), int)
         if parents is not None:
             known = parents.cpu().numpy()
             contexts = np.array([len(paths(row[:n].tolist(), start)) for row, n in zip(known, lengths, strict=True)])

@@ -21,9 +21,9 @@ Parents = Int[np.ndarray, "rows completion"]
 ROOT = -1
 
 
-def is_plain(parents: Parents, live: Int[np.ndarray, "rows completion"]) -> bool:
-    """Return whether every live token follows the column before."""
-    return bool(((parents == np.arange(parents.shape[1]) - 1) | (live == 0)).all())
+def is_plain(parents: Parents, active: Int[np.ndarray, "rows completion"]) -> bool:
+    """Return whether every active token follows the column before."""
+    return bool(((parents == np.arange(parents.shape[1]) - 1) | (active == 0)).all())
 
 
 def pack_tree(input_ids: Ids, mask: Ids, parents: Parents, *, whole: bool = False) -> Layout | None:
@@ -49,12 +49,12 @@ def pack_tree(input_ids: Ids, mask: Ids, parents: Parents, *, whole: bool = Fals
         weight[found] += 1
         return found
 
-    for row, (ids, live) in enumerate(zip(input_ids.tolist(), mask, strict=True)):
-        length, first = int(live[start:].sum()), row * width
+    for row, (ids, active) in enumerate(zip(input_ids.tolist(), mask, strict=True)):
+        length, first = int(active[start:].sum()), row * width
         if not (length or whole):
             continue
         prompt = [ROOT]
-        for column in np.flatnonzero(live[:start]).tolist():
+        for column in np.flatnonzero(active[:start]).tolist():
             prompt.append(node(prompt[-1], ids[column], first + column))
         own: list[int] = []
         for column, parent in enumerate(parents[row, :length].tolist(), start):
@@ -165,22 +165,22 @@ def plain_rows(
     """
     start = input_ids.shape[1] - parents.shape[1]
     ways: list[tuple[int, np.ndarray, np.ndarray]] = []
-    for row, live in enumerate(mask.astype(bool)):
-        prompt = np.flatnonzero(live[:start])
-        for kept, path in paths(parents[row, : live[start:].sum()].tolist(), len(prompt)):
+    for row, active in enumerate(mask.astype(bool)):
+        prompt = np.flatnonzero(active[:start])
+        for kept, path in paths(parents[row, : active[start:].sum()].tolist(), len(prompt)):
             columns = np.concatenate([prompt[:kept], np.array(path, int) + start])
             first = max(1, kept)  # the first token of a row has no prediction
             ways.append((row, columns[:first], columns[first:]))
     batches, places, base = [], np.full(parents.shape, -1), 0
     for part in _parts([len(rest) for *_, rest in ways], start, rows):
         right = max(1, *(len(ways[i][2]) for i in part))
-        ids, live = (np.zeros((len(part), start + right), input_ids.dtype) for _ in range(2))
+        ids, active = (np.zeros((len(part), start + right), input_ids.dtype) for _ in range(2))
         for number, (row, lead, rest) in enumerate(ways[i] for i in part):
             columns = np.arange(start - len(lead), start + len(rest))
             ids[number, columns] = input_ids[row, np.concatenate([lead, rest])]
-            live[number, columns] = 1
+            active[number, columns] = 1
             places[row, rest - start] = base + number * right + np.arange(len(rest))
-        batches.append(PlainRows(ids, live, right))
+        batches.append(PlainRows(ids, active, right))
         base += len(part) * right
     return batches, places
 

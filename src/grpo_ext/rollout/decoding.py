@@ -243,9 +243,9 @@ class _Batch:
             self._keep(~self.finished)
         return len(self.rows) > 0
 
-    def _keep(self, live: Bool[Tensor, " rows"]) -> None:
+    def _keep(self, active: Bool[Tensor, " rows"]) -> None:
         """Drop all other rows."""
-        rows = live.nonzero()[:, 0]
+        rows = active.nonzero()[:, 0]
         self.rows, self.ids, self.finished = self.rows[rows], self.ids[rows], self.finished[rows]
         self.positions = self.positions[rows]
         for processor in self.processors:

@@ -19,7 +19,7 @@ class SupportLog:
         self._rows: list[Tensor] = []
         self._ids: list[Tensor] = []
 
-    def add(self, scores: Float[Tensor, "live vocabulary"], rows: Int[Tensor, " live"] | None = None) -> None:
+    def add(self, scores: Float[Tensor, "active vocabulary"], rows: Int[Tensor, " active"] | None = None) -> None:
         """Add a token of the batch, or of its `rows`; a token of the vocabulary that was removed scores -inf."""
         kept = scores > -torch.inf
         count, vocabulary = kept.sum(dim=1), kept.shape[1]

@@ -52,7 +52,7 @@ class WaveEngine:
         """Sample all turns."""
         if not (turns or self._collective):
             return []
-        streams = [self._streams[turn.attempt] for turn in turns]
+        streams = [self._streams[turn.episode] for turn in turns]
         sampled = self._sample([turn.context for turn in turns], [turn.limit for turn in turns], streams)
         return [(turn, Sample(one.ids, one.logps)) for turn, one in zip(turns, sampled, strict=True)]
 
@@ -99,7 +99,7 @@ class ServerEngine:
     def generate(self, turns: list[TurnRequest]) -> list[tuple[TurnRequest, Sample]]:
         """Send a request for each turn; return the turns that have come back."""
         for turn in turns:
-            self._send(turn, Request([turn.context], turn.limit, seed_of(self._streams[turn.attempt])))
+            self._send(turn, Request([turn.context], turn.limit, seed_of(self._streams[turn.episode])))
         done = [future for future in self._sent if future.done()]
         with suppress(BlockingIOError):  # a request may be done a moment before its byte is in the pipe
             os.read(self._pipe_read, max(1, len(done)))

@@ -22,7 +22,7 @@ from grpo_ext.objective.aggregation import StepTotals, aggregations
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.options import bind
 from grpo_ext.objective.ratios import full_precision, masked
-from grpo_ext.packing.micro_batches import TOKENS, MicroBatch, live_mask, rows_of
+from grpo_ext.packing.micro_batches import TOKENS, MicroBatch, active_mask, rows_of
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.packing.teacher_head import TeacherHead, divergence_from, teacher_head
 from grpo_ext.trainer.loss import LossOutput
@@ -237,7 +237,7 @@ def _mask(loss: AddedLoss, inputs: Mapping[str, Any]) -> Int[Tensor, "rows time"
     lengths = torch.tensor([len(row) for row in ids], device=device)[:, None]
     if isinstance(loss, CrossEntropy):
         return (torch.arange(max(1, int(lengths.max())), device=device) < lengths).long()
-    return live_mask(inputs) * (lengths > 0)
+    return active_mask(inputs) * (lengths > 0)
 
 
 def _labelled(rows: Mapping[str, Any], mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ class AssignedAdvantages:
         return {name: (x if x.dim() == 1 else x[:, :width]).clone().to(device) for name, x in mine.items()}
 
     def by_completion(self) -> Float[Tensor, " completions"]:
-        """Return the mean advantage over the live tokens of each completion."""
+        """Return the mean advantage over the active tokens of each completion."""
         mask = None if self.mask is None else self.mask.flatten(0, 1)
         return per_completion(self.advantages.flatten(0, 1), mask)
 
@@ -126,7 +126,7 @@ class Advantages:
         Args:
             rollouts: a generation, with the rewards of all processes.
             weights: of the reward functions.
-            seen: [rows, time] of this process by name: `mask`, the live tokens; `kl`, the estimates to lower the
+            seen: [rows, time] of this process by name: `mask`, the active tokens; `kl`, the estimates to lower the
                 rewards by, where the penalty is in them; what else the estimator requests.
             group: completions of a prompt.
         """
@@ -284,7 +284,7 @@ def _gathered(values: Mapping[str, Tensor], group: int, accelerator: Accelerator
 
 
 def per_completion(advantages: Tensor, mask: Tensor | None) -> Float[Tensor, " completions"]:
-    """Mean over the live tokens of each completion of advantages [completions (, time)]."""
+    """Mean over the active tokens of each completion of advantages [completions (, time)]."""
     if advantages.dim() == 1 or mask is None:
         return advantages
     mask = mask.flatten(0, -2)

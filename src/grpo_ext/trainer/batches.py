@@ -22,7 +22,7 @@ from trl.trainer.utils import pad as trl_pad
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.objective.aggregation import StepTotals, step_totals
 from grpo_ext.objective.trajectory import Trajectory
-from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, live_mask
+from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, active_mask
 from grpo_ext.rollout.rollout_batch import Generated
 from grpo_ext.rollout.trajectories import parents_of
 from grpo_ext.trainer.diagnosis.positions import later_turns
@@ -64,7 +64,7 @@ def padded(
         batch[PARENTS] = parents.to(device)
     if made.tool_mask is not None:
         batch["tool_mask"] = joined([torch.tensor(mask) for mask in made.tool_mask], 1)
-        batch["later_turns"] = later_turns(live_mask(batch), batch.get(PARENTS))
+        batch["later_turns"] = later_turns(active_mask(batch), batch.get(PARENTS))
     if ends is not None:
         whole = torch.tensor([ids[-1] in ends for ids in made.completion_ids], device=device)[:, None]
         masks = ("completion_mask", "tool_mask")

@@ -132,7 +132,7 @@ def _parts(logs: Logs, prefix: str) -> list[str]:
 
 
 def _turns(logs: Logs, prefix: str) -> dict[str, str]:
-    """Return metrics of environments: turns of each, and the share of failed attempts where some failed."""
+    """Return metrics of environments: turns of each, and the share of failed episodes where some failed."""
     names = _between(logs, f"{prefix}environments/", "/turns")
     found = {}
     for name in names:

@@ -16,16 +16,16 @@ from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.messages import without_gaps
-from grpo_ext.environments.attempt import AttemptFigures, AttemptLimits, Task
 from grpo_ext.environments.compatibility import reader_of
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.engine import TurnEngine
+from grpo_ext.environments.episode import EpisodeFigures, EpisodeLimits, Task
 from grpo_ext.environments.hosts import EnvironmentHost
-from grpo_ext.environments.loop import Attempts
+from grpo_ext.environments.loop import EpisodeLoop
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, Message
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.environments.tools import schemas
-from grpo_ext.errors import AttemptsFailed
+from grpo_ext.errors import EpisodesFailed
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import Trajectory, of_agents
 from grpo_ext.rollout.seeds import AttemptId
@@ -35,19 +35,19 @@ from grpo_ext.safe_reading import check_depth
 logger = logging.getLogger(__name__)
 
 PATIENCE = 5
-"""Generations in a row in which every attempt may be lost."""
+"""Generations in a row in which every episode may be lost."""
 _SHOWN = 600
 """Characters of a program's output that are shown."""
-Episodes = Sequence[tuple[Trajectory, AttemptFigures]]
-"""Attempts with what each took."""
+Episodes = Sequence[tuple[Trajectory, EpisodeFigures]]
+"""Episodes with what each took."""
 
 
-def limits_of(trainer: Any) -> AttemptLimits:
-    """Return the limits of an attempt."""
+def limits_of(trainer: Any) -> EpisodeLimits:
+    """Return the limits of an episode."""
     args, ends = trainer.args, frozenset(trainer.eos_token_ids)
     context = positions_of(trainer.accelerator.unwrap_model(trainer.model), args)
     length, counts_all = args.max_completion_length or 0, args.completion_length_counts == "all"
-    return AttemptLimits(completion=length, counts_all=counts_all, context=context, ends=ends)
+    return EpisodeLimits(completion=length, counts_all=counts_all, context=context, ends=ends)
 
 
 def sampling_of(args: GRPOExtConfig) -> dict[str, Any]:
@@ -117,12 +117,12 @@ class EpisodeRunner:
         rows: Sequence[Mapping[str, Any]],
         attempts: Sequence[AttemptId],
         engine: TurnEngine,
-        limits: AttemptLimits,
+        limits: EpisodeLimits,
         renderer: Renderer,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Episodes:
-        """Play one attempt for each row and close the engine; `waiting` is as in `Attempts`."""
-        loop = Attempts(engine, self.hosts, renderer, self._parsed, limits, waiting, tools=self._reader is not None)
+        """Play one episode for each row and close the engine; `waiting` is as in `EpisodeLoop`."""
+        loop = EpisodeLoop(engine, self.hosts, renderer, self._parsed, limits, waiting, tools=self._reader is not None)
         with closing(engine):
             both = zip(rows, attempts, strict=True)
             return loop.run([self._task(row, attempt.game) for row, attempt in both])
@@ -171,7 +171,7 @@ class EpisodeRunner:
         return found
 
     def records(self, played: Episodes) -> list["Record"]:
-        """Return what the figures need of the attempts of all processes; collective."""
+        """Return what the figures need of the episodes of all processes; collective."""
         mine = [
             Record(
                 made.environment,
@@ -188,40 +188,40 @@ class EpisodeRunner:
         return gather_object(mine)
 
     def figures(self, records: Sequence["Record"], *, warns: bool) -> dict[str, float]:
-        """Return the figures of attempts by environment, and warn of failures on the process that `warns`."""
+        """Return the figures of episodes by environment, and warn of failures on the process that `warns`."""
         found: dict[str, float] = {}
         for name, spec in self.specs.items():
-            attempts = [record for record in records if record.environment == name]
-            if not attempts:
+            episodes = [record for record in records if record.environment == name]
+            if not episodes:
                 continue
-            kinds = Counter(record.failure.partition(":")[0] for record in attempts if record.failure)
-            figures = _figures(attempts, kinds)
+            kinds = Counter(record.failure.partition(":")[0] for record in episodes if record.failure)
+            figures = _figures(episodes, kinds)
             found |= {f"environments/{name}/{key}": float(value) for key, value in figures.items()}
             if not warns:
                 continue
             if kinds:
-                first = next(record.failure for record in attempts if record.failure)
+                first = next(record.failure for record in episodes if record.failure)
                 counts = ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items()))
                 logger.warning(
-                    f"environment {name!r}: {sum(kinds.values())} of {len(attempts)} attempts failed ({counts}), "
+                    f"environment {name!r}: {sum(kinds.values())} of {len(episodes)} episodes failed ({counts}), "
                     f"counted as {spec.on_error}. The first: {first[:500]}"
                 )
-            if name not in self._exits_shown and any(record.status for record in attempts):
+            if name not in self._exits_shown and any(record.status for record in episodes):
                 self._exits_shown.add(name)
-                logger.warning(_exits(name, attempts))
+                logger.warning(_exits(name, episodes))
         return found
 
     def note_losses(self, records: Sequence["Record"]) -> None:
-        """Count generations of training in a row that lost every attempt.
+        """Count generations of training in a row that lost every episode.
 
         Raises:
-            AttemptsFailed: PATIENCE of them, on all processes.
+            EpisodesFailed: PATIENCE of them, on all processes.
         """
         self._lost = self._lost + 1 if records and all(record.lost for record in records) else 0
         if self._lost == PATIENCE:
             first = str(records[0].failure).rstrip(".")
-            raise AttemptsFailed(
-                f"every attempt of {PATIENCE} generations in a row has failed, so that nothing was learned. The first "
+            raise EpisodesFailed(
+                f"every episode of {PATIENCE} generations in a row has failed, so that nothing was learned. The first "
                 f"of the last one: {first}. Repair it (`grpo-ext try` plays it by hand), and run the same command to "
                 "resume from the last checkpoint; `on_error: 0` pays failures in place of leaving them out."
             )
@@ -232,7 +232,7 @@ class EpisodeRunner:
 
 
 class Record(NamedTuple):
-    """One attempt, for the figures of all processes."""
+    """One episode, for the figures of all processes."""
 
     environment: str
     truncated: bool
@@ -245,18 +245,18 @@ class Record(NamedTuple):
     took: Mapping[str, float]
 
 
-def _figures(attempts: Sequence[Record], kinds: Mapping[str, int]) -> dict[str, float]:
-    """Return means over the attempts at one environment."""
-    count = len(attempts)
-    rewards = [record.reward for record in attempts if record.reward is not None]
-    statuses = [record.status for record in attempts if record.status is not None]
-    took = {key: sum(record.took[key] for record in attempts) for key in vars(AttemptFigures())}
+def _figures(episodes: Sequence[Record], kinds: Mapping[str, int]) -> dict[str, float]:
+    """Return means over the episodes in one environment."""
+    count = len(episodes)
+    rewards = [record.reward for record in episodes if record.reward is not None]
+    statuses = [record.status for record in episodes if record.status is not None]
+    took = {key: sum(record.took[key] for record in episodes) for key in vars(EpisodeFigures())}
     return {
         "turns": took["turns"] / count,
         "tool_calls": took["calls"] / count,
         "tool_failures": took["refused"] / max(1, took["calls"]),
         "seconds": took["seconds"] / count,
-        "truncated": sum(record.truncated for record in attempts) / count,
+        "truncated": sum(record.truncated for record in episodes) / count,
         "failed": sum(kinds.values()) / count,
         **{f"failed/{kind}": n / count for kind, n in sorted(kinds.items())},
         **({"nonzero_exit": sum(map(bool, statuses)) / len(statuses)} if statuses else {}),
@@ -264,13 +264,13 @@ def _figures(attempts: Sequence[Record], kinds: Mapping[str, int]) -> dict[str, 
     }
 
 
-def _exits(name: str, attempts: Sequence[Record]) -> str:
+def _exits(name: str, episodes: Sequence[Record]) -> str:
     """Return the line about programs that have ended with another status than 0."""
-    crashed = [record for record in attempts if record.status]
+    crashed = [record for record in episodes if record.status]
     statuses = Counter(record.status or 0 for record in crashed)
     counts = ", ".join(f"{count} with {status}" for status, count in sorted(statuses.items()))
     return (
-        f"environment {name!r}: of {len(attempts)} programs or tests {len(crashed)} ended with a nonzero status "
+        f"environment {name!r}: of {len(episodes)} programs or tests {len(crashed)} ended with a nonzero status "
         f"({counts}); shown once, counted in environments/{name}/nonzero_exit. The first, with {crashed[0].status}, "
         f"printed: {' '.join(crashed[0].output.split()) or 'nothing'}"
     )

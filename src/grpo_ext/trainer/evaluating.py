@@ -95,7 +95,7 @@ class Evaluated:
 def batch_weight(objective: Objective, totals: StepTotals) -> Float[Tensor, ""]:
     """Return the weight of a batch in a mean of losses over batches: the number that its aggregation divides by.
 
-    It is 0 for a batch without a live token, whose denominators count as 1 so that its loss is 0.
+    It is 0 for a batch without an active token, whose denominators count as 1 so that its loss is 0.
     """
     device = totals.tokens.device
     one = torch.ones((1, 1), dtype=widest(device), device=device)

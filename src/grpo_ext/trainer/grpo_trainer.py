@@ -32,7 +32,7 @@ from grpo_ext.packing.collective import failing_alike
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
 from grpo_ext.packing.forward_mode import count_positions
 from grpo_ext.packing.lm_head import gather_trained_head
-from grpo_ext.packing.micro_batches import MicroBatch, live_mask, regroup, silent
+from grpo_ext.packing.micro_batches import MicroBatch, active_mask, regroup, silent
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body, takes_positions
 from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.scorer import Scorer, in_evaluation
@@ -375,7 +375,7 @@ class GRPOExtTrainer(Lifecycle):
         ends = {*self.eos_token_ids, pad} if self.mask_truncated_completions else None
         multiple, made = cast(Any, self.pad_to_multiple_of), rollouts.trajectories
         batch: dict[str, Any] = padded(rollouts.generated, pad, multiple, device, ends, trajectories=made or ())
-        batch["num_items_in_batch"] = self.accelerator.gather(live_mask(batch).sum()).sum()
+        batch["num_items_in_batch"] = self.accelerator.gather(active_mask(batch).sum()).sum()
         return batch | rollouts.lists
 
     def _assigned_advantages(
@@ -406,7 +406,7 @@ class GRPOExtTrainer(Lifecycle):
         self, batch: Mapping[str, Any], policy: Tensor | None, entropies: Tensor | None
     ) -> dict[str, Tensor]:
         """Return what the estimator sees of this process's tokens, [rows, time]."""
-        mask, asked = live_mask(batch), self.objective.generation_inputs
+        mask, asked = active_mask(batch), self.objective.generation_inputs
         sampler = batch.get("sampling_per_token_logps", batch.get(DRAWN, torch.full(mask.shape, torch.nan)))
         offered = {
             "completion_ids": batch["completion_ids"],
@@ -516,17 +516,17 @@ class GRPOExtTrainer(Lifecycle):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Scores:
         return self._scorer.tokens(*args, **kwargs)
 
-    def _scores(self, model: nn.Module, inputs: MicroBatch, live: Tensor | None) -> Scores:
+    def _scores(self, model: nn.Module, inputs: MicroBatch, active: Tensor | None) -> Scores:
         """Score a micro-batch: one forward for the loss and for old log-probabilities."""
         score = self._get_per_token_logps_and_entropies
-        return self._scorer.micro_batch(score, model, inputs, live, aux_loss=self.aux_loss_enabled)
+        return self._scorer.micro_batch(score, model, inputs, active, aux_loss=self.aux_loss_enabled)
 
-    def _live_rows(self, inputs: MicroBatch, mode: str) -> Tensor | None:
+    def _active_rows(self, inputs: MicroBatch, mode: str) -> Tensor | None:
         """Rows that have a gradient, or None where all are computed."""
         if mode != "train" or not self._skips or self._shows_drift(inputs):
             return None
-        live = ~silent(inputs["advantages"])
-        return None if live.all() else live
+        active = ~silent(inputs["advantages"])
+        return None if active.all() else active
 
     def _shows_drift(self, inputs: MicroBatch) -> bool:
         """Whether the drift check reads all rows of this micro-batch, because no pass came before it."""
@@ -543,8 +543,8 @@ class GRPOExtTrainer(Lifecycle):
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
         mode, outputs = self._log.mode, list[LossOutput]()
-        totals = self._totals(inputs, live_mask(inputs), mode)
-        parts = self._scorer.parts(model, inputs, self._live_rows(inputs, mode))
+        totals = self._totals(inputs, active_mask(inputs), mode)
+        parts = self._scorer.parts(model, inputs, self._active_rows(inputs, mode))
         added = self._generation.added_totals_of(inputs) if mode == "train" and self._added.losses else []
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
         count = sum(not part.is_spare for part in parts)
@@ -554,7 +554,7 @@ class GRPOExtTrainer(Lifecycle):
             at = Moment(mode == "train", accumulation, weighed, coef, count, self.collector.proximal_share)
             with nullcontext() if last else more_to_come(self.accelerator, model):
                 heads = self._added.teacher_heads(self._unwrapped, part.inputs) if added else []
-                output = self._loss(self._scores(model, part.inputs, part.live), part, totals, at)
+                output = self._loss(self._scores(model, part.inputs, part.active), part, totals, at)
                 if added and not part.is_spare:
                     progress = self.state.global_step, self.state.max_steps
                     output = self._added.add(output, model, part.inputs, heads, added, progress)
@@ -613,7 +613,7 @@ class GRPOExtTrainer(Lifecycle):
         """Return the batches whose old log-probabilities are, in part at least, not the sampler's."""
         if self.args.old_logps == "recomputed" or not (self.use_vllm or self._samples_ahead) or not batches:
             return batches
-        unknown = [(batch["sampling_per_token_logps"].isnan() & live_mask(batch).bool()).any() for batch in batches]
+        unknown = [(batch["sampling_per_token_logps"].isnan() & active_mask(batch).bool()).any() for batch in batches]
         anywhere = self.accelerator.gather(torch.stack(unknown)).view(-1, len(batches)).any(dim=0)
         return [batch for batch, needs in zip(batches, anywhere.tolist(), strict=True) if needs]
 
@@ -622,7 +622,9 @@ class GRPOExtTrainer(Lifecycle):
         if batches:
             with forward_only(self.model, self.args):
                 for batch in batches:
-                    batch["old_per_token_logps"] = self._scores(self.model, batch, self._live_rows(batch, "train"))[0]
+                    batch["old_per_token_logps"] = self._scores(self.model, batch, self._active_rows(batch, "train"))[
+                        0
+                    ]
 
     def _arranged(self, batches: list[MicroBatch]) -> Generation:
         window = self.args.gradient_accumulation_steps
@@ -630,7 +632,7 @@ class GRPOExtTrainer(Lifecycle):
             batches = regroup(batches, window, self._skips)
         if not self.args.exact_denominators:
             return Generation(batches)
-        every = [live_mask(batch) for batch in batches], *zip(*map(self._added.masks, batches), strict=True)
+        every = [active_mask(batch) for batch in batches], *zip(*map(self._added.masks, batches), strict=True)
         totals, *added = (counted(masks, window, self.accelerator) for masks in every)
         return Generation(batches, totals, added)
 

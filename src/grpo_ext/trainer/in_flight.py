@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_ext.environments.attempt import AttemptFigures
+from grpo_ext.environments.episode import EpisodeFigures
 from grpo_ext.objective.trajectory import Trajectory, Tree, Turn
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 
-SAFE = (RolloutBatch, Generated, Scores, Trajectory, Turn, Tree, AttemptFigures)
+SAFE = (RolloutBatch, Generated, Scores, Trajectory, Turn, Tree, EpisodeFigures)
 _OF_NUMPY: tuple[Any, ...] = (
     np.float64(0).__reduce__()[0],
     np.dtype,

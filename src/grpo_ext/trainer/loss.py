@@ -17,7 +17,7 @@ from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import masked
 from grpo_ext.objective.sampler_correction import DEFAULT, corrected, interpolated
-from grpo_ext.packing.micro_batches import MicroBatch, live_mask
+from grpo_ext.packing.micro_batches import MicroBatch, active_mask
 from grpo_ext.packing.policy import Scores
 from grpo_ext.packing.token_budget import Part
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
@@ -72,16 +72,16 @@ class Loss:
 
     def __call__(self, scores: Scores, part: Part, totals: StepTotals, at: Moment) -> LossOutput:
         """Return the share of the step's loss of a part of a micro-batch."""
-        objective, inputs, live = self.objective, part.inputs, part.live
+        objective, inputs, active = self.objective, part.inputs, part.active
         logps, entropies, aux_loss = scores
         assert entropies is not None
         if part.is_spare:
             none = logps[:0]
             return LossOutput(logps.sum() * 0.0, none, none, none)
-        mask = live_mask(inputs)
+        mask = active_mask(inputs)
         if at.training:  # at the first step of a generation the policy is the old one
             inputs = {"old_per_token_logps": logps.detach(), **inputs}
-        tensors = objective.tensors(logps, self._with_samplers_old(logps, inputs, live, at.proximal), mask)
+        tensors = objective.tensors(logps, self._with_samplers_old(logps, inputs, active, at.proximal), mask)
         entropy_mask = None
         if self.args.top_entropy_quantile < 1.0:
             entropy_mask = high_entropy_mask(self.accelerator, entropies, mask, 1 - self.args.top_entropy_quantile)
@@ -96,7 +96,7 @@ class Loss:
         world = self.accelerator.num_processes  # processes average their gradients, but shares must be added
         loss = policy_loss = objective.aggregate(per_token_loss, mask, totals) * world
         stock = self.args.loss_defaults == "trl"
-        means, regions = loss_figures(objective, tensors, entropies, inputs, live, as_stock=stock)
+        means, regions = loss_figures(objective, tensors, entropies, inputs, active, as_stock=stock)
         weight, entropy = loss.new_ones(()) if at.training else batch_weight(objective, totals), None
         if at.entropy_coef is not None:
             as_trl = stock and objective.aggregation == "token-mean"  # TRL logs its shares unscaled
@@ -108,12 +108,12 @@ class Loss:
             loss = loss + self.aux_loss_coef * aux_loss / at.accumulation
         if not (at.training or stock):
             means["loss"] = loss.detach(), weight
-        figures = LossFigures(means, regions, mask, log_weights(inputs, tensors, live), entropy, aux_loss)
-        seen = entropies if live is None else entropies.detach().masked_fill(~live[:, None], torch.nan)
+        figures = LossFigures(means, regions, mask, log_weights(inputs, tensors, active), entropy, aux_loss)
+        seen = entropies if active is None else entropies.detach().masked_fill(~active[:, None], torch.nan)
         return LossOutput(loss, logps, per_token_loss, seen, figures)
 
     def _with_samplers_old(
-        self, logps: Tensor, inputs: MicroBatch, live: Tensor | None, proximal: float
+        self, logps: Tensor, inputs: MicroBatch, active: Tensor | None, proximal: float
     ) -> MicroBatch:
         """Return rows whose old log-probabilities are the sampler's, where it has them, if so configured.
 
@@ -125,9 +125,12 @@ class Loss:
             return inputs
         if self.args.old_logps == "interpolated":
             known = inputs["sampling_per_token_logps"].to(sampler.dtype)
-            weights = corrected(DEFAULT, sampler, known, live_mask(inputs)).weights
+            weights = corrected(DEFAULT, sampler, known, active_mask(inputs)).weights
             inputs = {**inputs, "importance_sampling_ratio": weights}
-        return {**inputs, "old_per_token_logps": sampler if live is None else torch.where(live[:, None], sampler, old)}
+        return {
+            **inputs,
+            "old_per_token_logps": sampler if active is None else torch.where(active[:, None], sampler, old),
+        }
 
     def denominators(
         self, old: Tensor, batch: Mapping[str, Any], proximal: float, policy: Tensor | None = None
@@ -167,8 +170,8 @@ class Loss:
         self, entropies: Tensor, mask: Tensor, entropy_mask: Tensor | None, totals: StepTotals, at: Moment
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "2"]]:
         """Return the mean entropy of the tokens in the policy term, and its sum and count."""
-        live = mask if entropy_mask is None else mask * entropy_mask
-        total, count = masked(entropies, live).sum(), live.sum()
+        active = mask if entropy_mask is None else mask * entropy_mask
+        total, count = masked(entropies, active).sum(), active.sum()
         if self.args.exact_denominators and entropy_mask is None:
             mean = total / totals.tokens.clamp(min=1) * self.accelerator.num_processes
         else:

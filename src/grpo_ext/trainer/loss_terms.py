@@ -97,18 +97,18 @@ def loss_figures(
     tensors: Mapping[str, Any],
     entropies: Tensor,
     inputs: MicroBatch,
-    live: Tensor | None,
+    active: Tensor | None,
     *,
     as_stock: bool,
 ) -> tuple[Means, Regions | None]:
     """Figures of a micro-batch (KL, entropy, clip, clamp, sampler), each with its mask, and the clip regions.
 
-    A figure of shape [batch, 1] counts once for a completion that has a live token, with `as_stock` for every
-    completion. Rows that are not `live` were not computed: they count as not clipped, have a ratio of 1 in the metrics
+    A figure of shape [batch, 1] counts once for a completion that has an active token, with `as_stock` for every
+    completion. Rows that are not `active` were not computed: they count as not clipped, have a ratio of 1 in the metrics
     of the loss itself, and do not count in the entropy and the clamped ratios.
     """
     mask = tensors["mask"]
-    computed = mask if live is None else mask * live[:, None]
+    computed = mask if active is None else mask * active[:, None]
     clamped = (tensors["log_ratio"].detach().abs() >= LOG_RATIO_BOUND).float()
     figures = {name: (values.detach(), mask) for name, values in objective.metrics(tensors).items()}
     figures |= {"entropy": (entropies.detach(), computed), "log_ratio/clamped_frac": (clamped, computed)}
@@ -130,19 +130,19 @@ def loss_figures(
 
 def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "figures 2"]:
     """Sum and count per figure; counts are cached per mask."""
-    live: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+    active: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
 
     def counted(mask: Tensor, once: bool) -> tuple[Tensor, Tensor]:
-        if (key := (id(mask), once)) not in live:
+        if (key := (id(mask), once)) not in active:
             counts = mask.bool().any(dim=1, keepdim=True) if once else mask.bool()
-            live[key] = counts, counts.sum(dtype=widest(mask.device))
-        return live[key]
+            active[key] = counts, counts.sum(dtype=widest(mask.device))
+        return active[key]
 
     found: list[Tensor] = []
     for values, mask in figures:
         if values.dim() == 0:
             found += [values * mask, mask]
-        else:  # [batch, 1] counts once for each completion that has a live token
+        else:  # [batch, 1] counts once for each completion that has an active token
             counts, number = counted(mask, values.shape[1] == 1)
             found += [torch.where(counts, values, 0.0).sum(), number]
     return torch.stack([x.to(widest(x.device)) for x in found]).view(-1, 2)
@@ -155,7 +155,7 @@ def _log_sums(weights: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "figure
 
 
 def _sequence_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each completion's live tokens, NaN where it has none."""
+    """Mean over each completion's active tokens, NaN where it has none."""
     if values.shape[1] == 1:
         return values.squeeze(1).masked_fill(~mask.bool().any(dim=1), torch.nan)
     return torch.where(mask.bool(), values, 0.0).sum(dim=-1) / mask.sum(dim=-1)
@@ -214,7 +214,7 @@ class EntropyCoefficient:
 def high_entropy_mask(
     accelerator: Accelerator, entropies: Float[Tensor, "batch time"], mask: Tensor, threshold: float
 ) -> Bool[Tensor, "batch time"]:
-    """Live tokens at or above the quantile `threshold` of all processes' live tokens."""
+    """Live tokens at or above the quantile `threshold` of all processes' active tokens."""
     local = entropies[mask.bool()].float()
     gathered = accelerator.gather(accelerator.pad_across_processes(local, dim=0, pad_index=10 * BELOW_ANY))
     gathered = gathered[gathered > BELOW_ANY]

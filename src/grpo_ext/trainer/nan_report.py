@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import TrainerState
 
 from grpo_ext.errors import NonFiniteError
-from grpo_ext.packing.micro_batches import live_mask
+from grpo_ext.packing.micro_batches import active_mask
 from grpo_ext.trainer.checkpoints.processes import everywhere, local
 
 BEFORE_THE_FORWARD = ("advantages", "importance_sampling_ratio", "ref_per_token_logps", "old_per_token_logps")
@@ -87,7 +87,7 @@ class ObservedBatch:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield floating-point tensors in order of computation, with 0 where the mask is 0."""
-        mask = live_mask(self.inputs).bool() if "completion_mask" in self.inputs else None
+        mask = active_mask(self.inputs).bool() if "completion_mask" in self.inputs else None
         logps = self.computed.get("per_token_logps")
         for name in ORDER:
             values = self.inputs.get(name) if name in BEFORE_THE_FORWARD else self.computed.get(name)

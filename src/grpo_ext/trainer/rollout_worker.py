@@ -20,8 +20,8 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from grpo_ext.data.chat_template import splits_reasoning
-from grpo_ext.environments.attempt import AttemptLimits
 from grpo_ext.environments.engine import TurnEngine
+from grpo_ext.environments.episode import EpisodeLimits
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import COLUMN, batch
 from grpo_ext.rewards.outcomes import Scores
@@ -64,7 +64,7 @@ class RolloutRequest:
     prompt_ids: list[list[int]]
     attempts: Sequence[AttemptId]
     limit: int
-    limits: AttemptLimits | None
+    limits: EpisodeLimits | None
     version: int | None
     step: int
     fields: Mapping[str, Any] = field(default_factory=dict)

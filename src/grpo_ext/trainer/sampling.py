@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_ext.objective.ratios import widest
 from grpo_ext.objective.sampler_correction import Corrected, SamplerRule, corrected
-from grpo_ext.packing.micro_batches import live_mask
+from grpo_ext.packing.micro_batches import active_mask
 
 Metrics = MutableMapping[str, list[float]]
 LENGTHS = ("short", "medium", "long")
@@ -35,7 +35,7 @@ def correct_sampler(
         metrics: of the mode.
         accelerator: the generation is that of all processes.
     """
-    mask, sampler_logps = live_mask(output), output["sampling_per_token_logps"]
+    mask, sampler_logps = active_mask(output), output["sampling_per_token_logps"]
 
     def gather(values: Tensor) -> Tensor:
         padded = accelerator.pad_across_processes(values, dim=0, pad_index=-1)
@@ -52,16 +52,16 @@ def correct_sampler(
 
 
 def weight_figures(found: Corrected, mask: Tensor, accelerator: Accelerator) -> dict[str, float]:
-    """Return the mean weight of the live tokens of all processes, also by thirds of completions, and the extremes.
+    """Return the mean weight of the active tokens of all processes, also by thirds of completions, and the extremes.
 
     The mean weight is the share of the gradient that is left: what is dropped weighs 0, and an unbiased weight has a
     mean of 1.
     """
-    live = mask.bool()
+    active = mask.bool()
     wide = widest(mask.device)
-    weights = torch.where(live, found.weights, 0.0).to(wide)
-    lowest = torch.where(live, found.weights, torch.inf).amin(dim=1).to(wide)
-    rows = torch.stack([live.sum(dim=1).to(wide), weights.sum(dim=1), lowest, weights.amax(dim=1)], dim=1)
+    weights = torch.where(active, found.weights, 0.0).to(wide)
+    lowest = torch.where(active, found.weights, torch.inf).amin(dim=1).to(wide)
+    rows = torch.stack([active.sum(dim=1).to(wide), weights.sum(dim=1), lowest, weights.amax(dim=1)], dim=1)
     rows = accelerator.gather(rows)
     rows = rows[rows[:, 0] > 0]
     if not len(rows):

@@ -113,7 +113,7 @@ def sampler_correction(model: str, output: str, rows: str) -> None:
         trainer = trained(Path(output) / name, model=model, per_device_train_batch_size=int(rows), **settings)
         (made,) = trainer.outputs
         each = made["importance_sampling_ratio"].expand(-1, made["completion_mask"].shape[1])
-        ratios = gather_object([row[live] for row, live in zip(each, made["completion_mask"].bool(), strict=True)])
+        ratios = gather_object([row[active] for row, active in zip(each, made["completion_mask"].bool(), strict=True)])
         log = {k: v for k, v in trainer.state.log_history[0].items() if k.startswith("sampling/")}
         if trainer.accelerator.is_main_process:
             facts = {"weights": weights(trainer.model), "ratios": torch.cat(ratios), "log": log}

@@ -1,4 +1,4 @@
-"""The context of each request of an attempt: it extends the finished turn whose conversation the request continues.
+"""The context of each request of an episode: it extends the finished turn whose conversation the request continues.
 
 An agent sends a whole conversation each time. The turn whose messages and answer are the longest prefix of it keeps
 its sampled ids, as far as the chat template's text extends them. Any other conversation (a branch, a summary, a
@@ -55,7 +55,7 @@ def continued(keys: Sequence[Key], finished: Sequence[Finished]) -> Finished | N
 
 
 class History:
-    """The finished turns of one attempt.
+    """The finished turns of one episode.
 
     Args:
         renderer: renders contexts.

@@ -78,7 +78,7 @@ class PendingRequest:
     """A request that waits for its answers; the thread of the loop answers or refuses it."""
 
     line: int
-    """Number of the attempt's line."""
+    """Number of the episode's line."""
     chat: ChatRequest
     done: Callable[[list[Reply] | Refused], None]
     replies: list[Reply] = field(default_factory=list)
@@ -141,7 +141,7 @@ def thinking_of(message: Message) -> str:
     return next((str(message[key]) for key in REASONING if message.get(key)), "")
 
 
-# The way of a request to the loop that plays its attempt.
+# The way of a request to the loop that plays its episode.
 
 
 class Inbox:
@@ -185,7 +185,7 @@ class Inbox:
 
 @dataclass(eq=False)
 class Line:
-    """The way of one attempt to the model."""
+    """The way of one episode to the model."""
 
     number: int
     url: str
@@ -193,5 +193,5 @@ class Line:
     key: str = field(repr=False)
     inbox: Inbox
     pause: Callable[[], None]
-    """Stops the attempt's clock."""
+    """Stops the episode's clock."""
     waiting: set[PendingRequest] = field(default_factory=set)

@@ -1,8 +1,8 @@
-"""The server of agents' requests: on loopback only, in a daemon thread of the process that plays their attempts.
+"""The server of agents' requests: on loopback only, in a daemon thread of the process that plays their episodes.
 
-Each attempt has a line: an address and a random key, which are kept in memory only. The server's thread reads requests
-and puts them in the inbox of the loop that plays the attempt; the loop is woken by a socket, and answers or refuses
-each. What an attempt does with its line can reach no other attempt.
+Each episode has a line: an address and a random key, which are kept in memory only. The server's thread reads requests
+and puts them in the inbox of the loop that plays the episode; the loop is woken by a socket, and answers or refuses
+each. What an episode does with its line can reach no other episode.
 """
 
 import asyncio
@@ -66,12 +66,12 @@ class Endpoint:
         self._sampling, self._told = sampling, set[str]()
         self._lines: dict[int, Line] = {}
         self._secret = secrets.token_bytes(32)
-        self._requests, self._attempts = itertools.count(1), itertools.count(1)
+        self._requests, self._episodes = itertools.count(1), itertools.count(1)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         plain: dict[str, Any] = {"loop": "asyncio", "ws": "none", "lifespan": "off"}
         quiet: dict[str, Any] = {"log_config": None, "log_level": "critical", "access_log": False}
         self._known = dict[Any, int]()
-        """Addresses of connections that have sent a key, with its attempt's number."""
+        """Addresses of connections that have sent a key, with its episode's number."""
         limits: dict[str, Any] = {"timeout_keep_alive": _IDLE_SECONDS, "backlog": _BACKLOG}
         config = uvicorn.Config(self._application(), http=self._protocol(), **limits, **plain, **quiet)
         self._server = uvicorn.Server(config)
@@ -79,8 +79,8 @@ class Endpoint:
         self._thread.start()
 
     def open(self, inbox: Inbox, pause: Callable[[], None]) -> Line:
-        """Return a line for a new attempt, whose requests come to `inbox` and stop its clock."""
-        number = next(self._attempts)
+        """Return a line for a new episode, whose requests come to `inbox` and stop its clock."""
+        number = next(self._episodes)
         url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/{number}"
         line = self._lines[number] = Line(number, url, self._key(number), inbox, pause)
         return line
@@ -100,7 +100,7 @@ class Endpoint:
         self._socket.close()
 
     def _key(self, number: int) -> str:
-        """Return the key of an attempt, which no other key shows anything of."""
+        """Return the key of an episode, which no other key shows anything of."""
         return hmac.new(self._secret, str(number).encode(), "sha256").hexdigest()
 
     # In the server's thread.
@@ -196,12 +196,12 @@ class Endpoint:
         given = (headers.get("authorization", "").partition(" ")[2], headers.get("x-api-key", ""))
         number = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
         if not any(hmac.compare_digest(key.encode(), self._key(number).encode()) for key in given):
-            raise Refused("this is not the key of this attempt", "invalid_api_key", 401)
+            raise Refused("this is not the key of this episode", "invalid_api_key", 401)
         if (line := self._lines.get(number)) is None:
             raise _ended()
         client, most = request.scope["client"], _most_connections() // 4
         if client not in self._known and [*self._known.values()].count(number) >= most:
-            raise Refused(f"the attempt has {most} connections", "too_many_connections", 429)
+            raise Refused(f"the episode has {most} connections", "too_many_connections", 429)
         self._known[client] = number
         return line
 
@@ -273,7 +273,7 @@ def _streamed(dialect: ModuleType, asked: ChatRequest, replies: list[Reply] | Re
 
 
 def _ended() -> Refused:
-    return Refused("this attempt is over", "attempt_ended", 410)
+    return Refused("this episode is over", "episode_ended", 410)
 
 
 async def _body(request: "Request") -> bytes:

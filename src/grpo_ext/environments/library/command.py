@@ -30,12 +30,12 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 
 class CommandFailed(RuntimeError):
-    """A command of an attempt failed; the message has the end of its output."""
+    """A command of an episode failed; the message has the end of its output."""
 
 
 @environments.register("command")
 class Command(Agent):
-    """Run a program in a folder of its own, with OPENAI_BASE_URL and OPENAI_API_KEY of its attempt.
+    """Run a program in a folder of its own, with OPENAI_BASE_URL and OPENAI_API_KEY of its episode.
 
     In all options but `reward`, `{prompt}` is the text of the prompt's last message, `{column}` the row's column,
     `{folder}` the folder and `{url}` OPENAI_BASE_URL. `reward` is "exit" (1 if `test`, or without it the
@@ -96,7 +96,7 @@ class Command(Agent):
         named: dict[str, list[object]] = {name: [*given] for name, given in written.items() if _texts(given)}
         for name, paths in {**named, "reward_file": [reward_file or _FILE]}.items():
             if not all(_inside(path) for path in paths):
-                yield Problem(name, paths, "a path that leaves the attempt's folder", "Name files inside it.")
+                yield Problem(name, paths, "a path that leaves the episode's folder", "Name files inside it.")
 
     def run(self, task: AgentTask) -> float | None:
         """Run the program, then the test; return the reward."""
@@ -166,9 +166,9 @@ class Command(Agent):
 
 
 def _found(program: str, env: object) -> bool:
-    """Return whether a program is there, or is looked for in the attempt only."""
-    of_the_attempt = _PLACE.search(program) or ("/" in program and not Path(program).is_absolute())
-    return bool(of_the_attempt or (isinstance(env, Mapping) and "PATH" in env) or shutil.which(program))
+    """Return whether a program is there, or is looked for in the episode only."""
+    of_the_episode = _PLACE.search(program) or ("/" in program and not Path(program).is_absolute())
+    return bool(of_the_episode or (isinstance(env, Mapping) and "PATH" in env) or shutil.which(program))
 
 
 def _texts(value: object) -> TypeGuard[Mapping[str, str]]:

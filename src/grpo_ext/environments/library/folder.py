@@ -1,4 +1,4 @@
-"""The folder of an attempt, where a program may put links and pipes: no function here follows or waits for one."""
+"""The folder of an episode, where a program may put links and pipes: no function here follows or waits for one."""
 
 import os
 import shutil

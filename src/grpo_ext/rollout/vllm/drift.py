@@ -49,9 +49,9 @@ class Drift:
     def of(
         cls, policy: Float[Tensor, "B T"], sampler: Float[Tensor, "B T"], mask: Tensor, accelerator: Accelerator
     ) -> "Drift":
-        """Measure over the live tokens of all processes; NaN marks tokens that the sampler did not score."""
-        live = mask.bool() & ~sampler.isnan()
-        d = sampler[live].double() - policy[live].double()
+        """Measure over the active tokens of all processes; NaN marks tokens that the sampler did not score."""
+        active = mask.bool() & ~sampler.isnan()
+        d = sampler[active].double() - policy[active].double()
         sums = torch.stack([d.new_tensor(float(d.numel())), d.abs().sum(), d.sum()])
         largest = d.abs().max() if d.numel() else d.new_zeros(())
         count, distance, bias = accelerator.reduce(sums).tolist()

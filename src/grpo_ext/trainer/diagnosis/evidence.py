@@ -169,7 +169,7 @@ def rewards_of_other_rows(history: History) -> str:
 
 
 def end_lost(history: History) -> str:
-    """Attempts of environments and tools may be ended from outside, at any length, so they are left out."""
+    """Episodes of environments and tools may be ended from outside, at any length, so they are left out."""
     cut = history.last(CUT, ROWS)
     if not cut or min(cut) < 0.99 or history.several_turns:
         return ""
@@ -244,7 +244,7 @@ def fails(history: History, name: str) -> str:
 
 
 def environment_fails(history: History) -> str:
-    """Find an environment in which most attempts fail."""
+    """Find an environment in which most episodes fail."""
     names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/failed")]
     return next((found for name in names if (found := stays_above(name, 0.5)(history))), "")
 

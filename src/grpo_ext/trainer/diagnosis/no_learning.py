@@ -91,7 +91,7 @@ def _deviation(share: float) -> float:
 
 
 def agent_fails(history: History) -> str:
-    """Find an agent whose attempts have all ended with another status than 0 and the same pay."""
+    """Find an agent whose episodes have all ended with another status than 0 and the same pay."""
     names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/nonzero_exit")]
     for name in names if no_signal(history) else ():
         if min(values := known_of(history.columns[name]), default=0) == 1:

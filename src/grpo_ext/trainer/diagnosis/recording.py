@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers import TrainingArguments as Arguments
 
 from grpo_ext.objective.ratios import LOG_RATIO_BOUND, widest
-from grpo_ext.packing.micro_batches import PARENTS, live_mask
+from grpo_ext.packing.micro_batches import PARENTS, active_mask
 from grpo_ext.trainer.advantages import per_completion
 from grpo_ext.trainer.checkpoints.processes import local
 from grpo_ext.trainer.diagnosis.positions import DEFINITIONS, MISMATCH, by_place
@@ -79,8 +79,8 @@ def token_figures(
     Args:
         inputs: the micro-batch, with the policy's log-probabilities from before the generation's first step.
         log_ratio: the log-ratio of the loss, [batch, time] or [batch, 1].
-        mask: live tokens [batch, time].
-        computed: live tokens of rows that were computed.
+        mask: active tokens [batch, time].
+        computed: active tokens of rows that were computed.
     """
     figures = {"ratio/chi2": (log_ratio.detach().expm1().square(), mask)}
     policy, sampler = inputs.get("old_per_token_logps"), inputs.get(DRAWN, inputs.get("sampling_per_token_logps"))
@@ -99,7 +99,7 @@ def token_figures(
 
 
 def log_weights(
-    inputs: Mapping[str, Any], tensors: Mapping[str, Tensor], live: Tensor | None
+    inputs: Mapping[str, Any], tensors: Mapping[str, Tensor], active: Tensor | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the log-weights of a micro-batch's completions, in the widest numbers, and which completions count.
 
@@ -107,10 +107,10 @@ def log_weights(
 
     Args:
         inputs: as of `token_figures`.
-        tensors: of the objective: log-probabilities of the policy and the old policy, and live tokens.
-        live: rows that were computed, or None for all.
+        tensors: of the objective: log-probabilities of the policy and the old policy, and active tokens.
+        active: rows that were computed, or None for all.
     """
-    computed = tensors["mask"].bool() if live is None else tensors["mask"].bool() & live[:, None]
+    computed = tensors["mask"].bool() if active is None else tensors["mask"].bool() & active[:, None]
     pairs = {"ratio/ess_completions": (tensors["per_token_logps"].detach(), tensors["old_per_token_logps"], computed)}
     policy, sampler = inputs.get("old_per_token_logps"), inputs.get(DRAWN, inputs.get("sampling_per_token_logps"))
     if policy is not None and sampler is not None:
@@ -164,7 +164,7 @@ def row_sums(batches: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[st
         names: of the rewards.
     """
     table = torch.cat([_row_table(batch) for batch in batches])
-    text, group, length, total, *rewards, advantage, live, begins = table.T.tolist()
+    text, group, length, total, *rewards, advantage, active, begins = table.T.tolist()
     alike, members = Counter(text), Counter(group)
     off_length, off_total, off_advantage = (_less_means(x, group) for x in (length, total, advantage))
     off_text = _less_means(total, text)
@@ -172,10 +172,10 @@ def row_sums(batches: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[st
         "groups/distinct": ([1 / alike[t] for t in text], [1 / members[g] for g in group]),
         "completions/length_above": (length, [x > 1e-9 for x in off_total]),
         "completions/length_below": (length, [x < -1e-9 for x in off_total]),
-        "completions/skipped": ([not n for n in live], [1] * len(live)),
+        "completions/skipped": ([not n for n in active], [1] * len(active)),
         "completions/mask_misplaced": (
-            [n != drawn or not first for n, drawn, first in zip(live, length, begins, strict=True)],
-            [n > 0 for n in live],
+            [n != drawn or not first for n, drawn, first in zip(active, length, begins, strict=True)],
+            [n > 0 for n in active],
         ),
         "rewards/same_text_differs": (
             [abs(x) > 1e-6 for x in off_text],
@@ -210,7 +210,7 @@ def _row_table(batch: dict[str, Any]) -> Tensor:
     The tokens of an environment are in the mask and among the sampled ones, but are not trained.
     """
     mask = batch["completion_mask"]
-    advantages = per_completion(batch["advantages"], live_mask(batch))[:, None]
+    advantages = per_completion(batch["advantages"], active_mask(batch))[:, None]
     return torch.cat([batch[ROWS][..., 0], advantages, mask.sum(dim=1, keepdim=True), mask[:, :1]], dim=1)
 
 
@@ -325,11 +325,11 @@ class Watching(TrainerCallback):
     def _warn_of_rounding(self, moved: Tensor, rate: float) -> None:
         """Warn once if a step moved few of the sampled weights that have a gradient."""
         grads = [(parameter.grad, start) for parameter, start in self._sampled if parameter.grad is not None]
-        live = _values(grads) != 0
-        if rate == 0 or live.shape != moved.shape or not live.any():
+        active = _values(grads) != 0
+        if rate == 0 or active.shape != moved.shape or not active.any():
             return
         half, self._in_half = self._in_half, None
-        if (share := moved[live].float().mean().item()) < _FEW:
+        if (share := moved[active].float().mean().item()) < _FEW:
             logger.warning(
                 f"learning_rate={rate:.1e}: a step moved {share:.1%} of the trained weights, because they are in "
                 f"{str(half).removeprefix('torch.')}, which rounds smaller updates away. Set dtype: float32 (bf16: "

@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
         evidence.environment_fails,
         ("environments/NAME/failed",),
         "`environments/NAME/failed` above half, log after log",
-        "attempts end because their environment raises, hangs or dies",
+        "episodes end because their environment raises, hangs or dies",
         "`environments/NAME/failed/KIND` and the warning have the reason; raise its `turn_timeout` or "
         "`reward_memory_gib`, or play it by hand.",
     ),
@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = (
         no_learning.agent_fails,
         ("environments/NAME/nonzero_exit", "advantages/zero_variance_groups"),
         "`environments/NAME/nonzero_exit` and `advantages/zero_variance_groups` are 1 in every log",
-        "every attempt's program or test has ended with another status than 0: it crashes, or has never succeeded",
+        "every episode's program or test has ended with another status than 0: it crashes, or has never succeeded",
         "The warning has the first output, `log_completions: true` the end of each (column `output`). If it crashes, "
         "repair it or its arguments; if it works, prompts are too hard, or `max_completion_length` and `max_turns` "
         "too low.",

@@ -1,4 +1,4 @@
-"""An attempt: its task, its limits, what it took, and its state while the loop runs it."""
+"""An episode: its task, its limits, what it took, and its state while the loop runs it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ class MessageParser(Protocol):
 
 
 @dataclass(frozen=True)
-class AttemptLimits:
-    """Limits of each attempt."""
+class EpisodeLimits:
+    """Limits of each episode."""
 
     completion: int
     """Most tokens after the prompt."""
@@ -41,7 +41,7 @@ class AttemptLimits:
 
 @dataclass(frozen=True)
 class Task:
-    """An attempt to be made."""
+    """An episode to be made."""
 
     spec: EnvironmentSpec
     row: Mapping[str, Any]
@@ -52,8 +52,8 @@ class Task:
 
 
 @dataclass
-class AttemptFigures:
-    """Turns, tool calls, refused tool calls and seconds of an attempt."""
+class EpisodeFigures:
+    """Turns, tool calls, refused tool calls and seconds of an episode."""
 
     turns: int = 0
     calls: int = 0
@@ -62,8 +62,8 @@ class AttemptFigures:
 
 
 @dataclass(eq=False)
-class Attempt:
-    """State of an attempt in the loop."""
+class Episode:
+    """State of an episode in the loop."""
 
     number: int
     task: Task
@@ -79,7 +79,7 @@ class Attempt:
     """Further conversations of an agent, for people."""
     parsed: Message = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
-    figures: AttemptFigures = field(default_factory=AttemptFigures)
+    figures: EpisodeFigures = field(default_factory=EpisodeFigures)
     request: str = ""
     spent: int = 0
     truncated: bool = False
@@ -100,9 +100,9 @@ class Attempt:
 
 @dataclass(eq=False)
 class Call:
-    """A turn that an attempt is ready for."""
+    """A turn that an episode is ready for."""
 
-    attempt: Attempt
+    episode: Episode
     context: Context
     request: PendingRequest | None = None
     """The request that it answers, of an agent."""
