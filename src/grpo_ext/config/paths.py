@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.config.settings import FUNCTIONS
 from grpo_ext.errors import Problem
 
 _ENTRIES: Mapping[str, tuple[str, ...]] = {
@@ -17,7 +16,10 @@ _ENTRIES: Mapping[str, tuple[str, ...]] = {
     "kwargs": ("corpus", "model", "scorer"),
 }
 """Settings that hold mappings, with the keys that are paths or hold some."""
-OF_THE_RUN = ("output_dir", "resume_from_checkpoint", "deepspeed", "fsdp_config", "accelerator_config", *FUNCTIONS)
+OF_THE_RUN = (
+    *("output_dir", "resume_from_checkpoint", "deepspeed", "fsdp_config", "accelerator_config"),
+    *("loss_type", "kl_estimator", "advantage_estimator", "loss_aggregation"),
+)
 """Fields of `GRPOExtConfig` that are, or may be, a path."""
 PATHS = frozenset(
     (

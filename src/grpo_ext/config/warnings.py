@@ -22,15 +22,13 @@ from grpo_ext.objective.options import option_defaults
 from grpo_ext.versions import untested
 
 
-def is_on(needed: str, values: Any) -> bool:
-    """Return whether a switch is on: "use_vllm: true", "test_size", "rollout_drift above 0", or one "or" the other.
+def is_on(switch: str, values: Any) -> bool:
+    """Return whether "use_vllm: true", "test_size", "rollout_drift above 0", or one "or" the other is so in `values`.
 
-    A switch that `values` lack is left to who has it.
+    What `values` lack counts as so: it is left to who has it.
     """
-    return any(_holds(switch, values) for switch in needed.split(" or "))
-
-
-def _holds(switch: str, values: Any) -> bool:
+    if " or " in switch:
+        return any(is_on(part, values) for part in switch.split(" or "))
     name, *words = switch.replace(":", "").split()
     value = plain(getattr(values, name, True))
     if len(words) == 1:
