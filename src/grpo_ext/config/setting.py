@@ -32,7 +32,7 @@ class Setting:
     Args:
         within: bounds of a number.
         choices: the names that it may have; None where all are allowed.
-        function: whether it may also name a function of the user's, `./file.py:name`.
+        function: whether it may also name a function of the user's, `./file.py:name`; `choices` is a registry then.
         text: cure of a value that is not text, where that value as text would be wrong too.
         unused: why GRPO has no use for the setting; only its default is allowed.
         needs: the switches without which it has no effect, such as "use_vllm: true"; see `warnings.is_on`.
