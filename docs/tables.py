@@ -19,8 +19,10 @@ from typing import Any
 
 from formulas import mathematics
 from grpo_ext.commands.lists import by_entry as entries
-from grpo_ext.config.arguments import AS_THE_ROW_SAYS, GRPOExtArguments
-from grpo_ext.config.settings import SETTINGS, Change, Setting, settings_changed_by
+from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.declarations import AS_THE_ROW_SAYS
+from grpo_ext.config.setting import Change
+from grpo_ext.config.settings import row_of, settings_changed_by
 from grpo_ext.config.spec import Spec
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
@@ -161,12 +163,12 @@ CHANGES = {
 
 
 def argument_tables(title: str) -> str:
-    """Return a table of every argument of a subject of `recipe.help`, with its default and its row in `SETTINGS`."""
+    """Return a table of every argument of a subject of `recipe.help`, with its default and what it declares."""
     rows = []
     for f in subjects()[title]:
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         default = "" if default is dataclasses.MISSING else str(getattr(default, "value", default))
-        row = SETTINGS.get(f.name, Setting())
+        row = row_of(f)
         choices = None if row.choices is None else list(row.choices)
         allowed = str(row.within or "") if choices is None else ", ".join(code(str(name)) for name in choices)
         if row.unused:

@@ -15,9 +15,11 @@ from trl import GRPOConfig, TrlParser
 
 from grpo_ext import GRPOExtConfig
 from grpo_ext.config import grpo_config, machine
+from grpo_ext.config.declarations import RecipeSettings, TrainingSettings
 from grpo_ext.config.grpo_config import KWARGS
 from grpo_ext.config.launch import planned_processes, planning, world_size
-from grpo_ext.config.settings import SETTINGS, Change, change_of
+from grpo_ext.config.setting import APART, VLLM, Change
+from grpo_ext.config.settings import _OF_OTHERS, ADAPTED, SETTINGS, change_of, row_of
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.advantages import estimators
@@ -26,7 +28,7 @@ from grpo_ext.objective.combinations import combinations
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.ratios import ratios
-from grpo_ext.recipe.parsing import all_keys
+from grpo_ext.recipe.parts import PARTS, all_keys
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.catalogue import rewards
 
@@ -182,14 +184,28 @@ def test_every_field_has_a_help_that_argparse_can_print():
         assert f"--{name}" in text
 
 
-def test_every_field_has_a_row_in_the_table_of_settings():
-    other_parts = {
-        *("world_size", "attn_implementation", "model_name_or_path", "model_revision", "dataset_test_split"),
-        *("reward_workers", "reward_memory_gib", "eval_sets", "lora_r", "lora_alpha", "lora_dropout"),
-    }
+def test_a_setting_is_declared_once():
+    names = " ".join(_OF_OTHERS).split()
+    assert len(names) == len(set(names))
     newer = {"dataloader_multiprocessing_context"}  # than the lowest supported transformers
-    assert set(STOCK) | OURS <= set(SETTINGS)
-    assert set(SETTINGS) <= set(STOCK) | OURS | newer | other_parts
+    assert set(names) <= set(all_keys()) | newer | {"world_size"}
+    declared = {f.name for part in (TrainingSettings, RecipeSettings) for f in dataclasses.fields(part)}
+    assert declared == SETTINGS.keys() - set(names)
+    assert declared.isdisjoint(names)
+
+
+def test_settings_of_vllm_and_of_lora_wait_for_them():
+    fields = [f for part in PARTS for f in dataclasses.fields(part)]
+    of_vllm = {f.name for f in fields if f.name.startswith("vllm_")}
+    assert of_vllm == {f.name for f in fields if f.name in of_vllm and {*row_of(f).needs} & {*VLLM, *APART}}
+    of_lora = {f.name for f in fields if f.name.startswith(("lora_", "use_rslora", "use_dora"))}
+    assert of_lora == {f.name for f in fields if row_of(f).needs == ADAPTED}
+
+
+def test_every_switch_is_a_setting():
+    switches = {needed for part in PARTS for f in dataclasses.fields(part) for needed in row_of(f).needs}
+    names = {switch.replace(":", " ").split()[0] for needed in switches for switch in needed.split(" or ")}
+    assert names <= set(all_keys())
 
 
 def test_the_table_classifies_changes_of_everything_on_record():

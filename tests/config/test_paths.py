@@ -7,6 +7,7 @@ import pytest
 
 from grpo_ext import GRPOExtConfig
 from grpo_ext.config.paths import _ENTRIES, OF_THE_RUN, PATHS, expand, unknown
+from grpo_ext.config.settings import FUNCTIONS
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import PARTS
@@ -60,6 +61,10 @@ def test_an_empty_variable_is_as_good_as_none(monkeypatch):
 def test_json_and_jinja_are_no_paths(text):
     assert expand("deepspeed", text) == text
     assert not list(unknown("chat_template", text))
+
+
+def test_a_setting_that_may_name_a_function_may_be_a_path():
+    assert {*FUNCTIONS} <= {*OF_THE_RUN}
 
 
 @pytest.mark.parametrize("name", OF_THE_RUN)

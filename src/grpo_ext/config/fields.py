@@ -12,7 +12,8 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.paths import OF_THE_RUN, unknown
 from grpo_ext.config.rules import Conflict, Rule
-from grpo_ext.config.settings import FINITE, SETTINGS, Setting
+from grpo_ext.config.setting import FINITE
+from grpo_ext.config.settings import row_of
 from grpo_ext.config.spec import fits, out_of_bounds, wrong_type
 from grpo_ext.errors import Problem, UnknownNameError
 from grpo_ext.objective.losses import find, losses
@@ -54,7 +55,7 @@ def _type_problems(values: object, part: type, also: Mapping[str, type]) -> Iter
         value, hint = getattr(values, f.name), hints[f.name]
         if isinstance(value, also.get(f.name, ())) or fits(value, hint):
             continue
-        row = SETTINGS.get(f.name, Setting())
+        row = row_of(f)
         if value is False and _has_no(hint):
             yield Problem(f.name, value, "YAML reads an unquoted no as false", "Write 'no' in quotes.")
         else:
@@ -71,16 +72,15 @@ def _has_no(hint: Any) -> bool:
 
 def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield names that a field does not know, and functions that cannot be imported."""
-    for name, row in SETTINGS.items():
-        given = getattr(config, name, None)  # not every supported release of transformers has every field
+    for f in dataclasses.fields(config):
+        name, row, given = f.name, row_of(f), getattr(config, f.name)
         for value in given if isinstance(given, list | tuple) else (given,):
             if row.choices is None or not isinstance(value, str | bool) or value in row.choices:
                 continue  # a value of a wrong type is another rule's
             if row.function and isinstance(value, str):
                 yield from _import_problems(name, value, typing.cast(Mapping[str, Any], row.choices))
             else:
-                default = next(f.default for f in dataclasses.fields(config) if f.name == name)
-                yield unknown_value(name, value, row.choices, default)
+                yield unknown_value(name, value, row.choices, f.default)
     if isinstance(config.loss_type, str):
         try:
             find(config.loss_type)
@@ -162,9 +162,9 @@ def range_problems(config: GRPOExtArguments) -> Iterator[Problem]:
 
 
 def outside(part: Any) -> Iterator[Problem]:
-    """Yield the numbers among a dataclass's fields that are not finite, or outside of the bounds in `SETTINGS`."""
+    """Yield the numbers among a dataclass's fields that are not finite, or outside of their bounds."""
     for f in dataclasses.fields(part):
-        value, bounds = getattr(part, f.name), SETTINGS.get(f.name, Setting()).within or FINITE
+        value, bounds = getattr(part, f.name), row_of(f).within or FINITE
         if not isinstance(value, int | float) or isinstance(value, bool) or value in bounds:
             continue
         yield out_of_bounds(f.name, value, bounds, f.default)

@@ -12,7 +12,6 @@ from warnings import catch_warnings
 from accelerate import PartialState
 
 from grpo_ext.config import checks
-from grpo_ext.config.arguments import KWARGS as KWARGS
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.launch import check_joined, planning, rank, world_size
 from grpo_ext.config.machine import OF_THE_GPU, choose_cpu, meet_within
@@ -50,6 +49,9 @@ REMOVED = {
     ),
 }
 """Settings of earlier versions of grpo-ext, with reason and cure."""
+
+KWARGS = ("loss_kwargs", "advantage_kwargs", "loss_aggregation_kwargs")
+"""Fields that hold the options of a function."""
 
 
 def _unknown(name: str, known: Iterable[str]) -> tuple[str, str]:

@@ -9,13 +9,13 @@ from grpo_ext.config.settings import SETTINGS
 from grpo_ext.errors import Problem
 
 
-def _unused(name: str, config: GRPOExtArguments) -> Iterator[Problem]:
+def _unused(name: str, reason: str, config: GRPOExtArguments) -> Iterator[Problem]:
     if is_set(config, name):
-        yield Problem(name, getattr(config, name), f"GRPO does not use it: {SETTINGS[name].unused}", "Remove it.")
+        yield Problem(name, getattr(config, name), f"GRPO does not use it: {reason}", "Remove it.")
 
 
 RUN_RULES: tuple[Rule, ...] = (
-    *(partial(_unused, name) for name, row in SETTINGS.items() if row.unused),
+    *(partial(_unused, name, row.unused) for name, row in SETTINGS.items() if row.unused),
     Conflict.of("do_eval eval_strategy=no", "it evaluates at no step", "Remove it, or set eval_strategy: steps."),
     Conflict.of("do_predict", "GRPO has no prediction", "Remove it."),
     Conflict.of(

@@ -152,11 +152,6 @@ def option_problems(
     yield from replace(Spec.of_function(function, *of_fields), example=example).problems(setting, options)
 
 
-def described(default: object, meaning: str) -> Any:
-    """Return a field of a dataclass with its meaning, for the help of a command."""
-    return field(default=default, metadata={"help": meaning})
-
-
 # Types.
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.batches import prompts_of_one_generation
@@ -11,6 +12,7 @@ from grpo_ext.config.dry_run import dry_run_warnings
 from grpo_ext.config.precision import coarse_warnings
 from grpo_ext.config.process_engine import same_device
 from grpo_ext.config.rules import Conflict, Rule, is_set, plain
+from grpo_ext.config.settings import row_of
 from grpo_ext.config.truncation import reshaped_sampling
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.advantages import estimators
@@ -19,64 +21,36 @@ from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.options import option_defaults
 from grpo_ext.versions import untested
 
-_CORRECTION = "vllm_importance_sampling_"
-_OF_VLLM = [f.name for f in dataclasses.fields(GRPOExtArguments) if f.name.startswith("vllm_")]
 
-_SWITCHES: dict[str, tuple[str, ...]] = {
-    "use_vllm: true": (
-        *(name for name in _OF_VLLM if not name.startswith(_CORRECTION)),
-        *("rollout_drift", "rollout_drift_action"),
-    ),
-    "use_vllm: true or rollout_ahead": (_CORRECTION, "sampler_correction", "old_logps"),
-    "vllm_mode: server": ("vllm_weight_transfer",),
-    "vllm_importance_sampling_correction: true": (
-        *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
-    ),
-    "use_vllm: false": ("rollout_engine",),
-    "use_transformers_continuous_batching: false": ("rollout_engine",),
-    "rollout_engine: process": ("rollout_device",),
-    "dynamic_sampling: a reward's name": ("dynamic_sampling_max_rounds",),
-    "use_adaptive_entropy: true": ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-    "sync_ref_model: true": ("ref_model_",),
-    "log_completions: true": ("num_completions_to_print",),
-    "rollout_drift above 0 (0 means not checked)": ("rollout_drift_action",),
-}
-"""Settings without which others have no effect; a name that ends in _ means all names that begin with it."""
-_ON: dict[str, Callable[[GRPOExtArguments], object]] = {
-    "use_vllm: true or": lambda c: c.samples_otherwise,
-    "dynamic_sampling": lambda c: c.dynamic_sampling is not None,
-    "rollout_drift": lambda c: c.rollout_drift != 0,
-}
-"""When those are on that are not one value of a setting, by the beginnings of their names."""
+def is_on(switch: str, values: Any) -> bool:
+    """Return whether "use_vllm: true", "test_size", "rollout_drift above 0", or one "or" the other is so in `values`.
 
-
-def _is_on(config: GRPOExtArguments, needed: str) -> bool:
-    for beginning, is_on in _ON.items():
-        if needed.startswith(beginning):
-            return bool(is_on(config))
-    name, _, value = needed.partition(": ")
-    return str(plain(getattr(config, name))).lower() == value
+    What `values` lack counts as so: it is left to who has it.
+    """
+    if " or " in switch:
+        return any(is_on(part, values) for part in switch.split(" or "))
+    name, *words = switch.replace(":", "").split()
+    value = plain(getattr(values, name, True))
+    if len(words) == 1:
+        return str(value).lower() == words[0]
+    return value != 0 if words[:2] == ["above", "0"] else bool(value)  # None is a default above 0
 
 
 def warnings(config: GRPOExtArguments) -> list[Problem]:
     """Return what is allowed but probably not meant; the config must be free of problems."""
-    rules: tuple[Rule, ...] = (_without_effect, reshaped_sampling, *_UNUSUAL, dry_run_warnings)
-    return [*untested(), *(problem for rule in rules for problem in rule(config))]
+    rules: tuple[Rule, ...] = (reshaped_sampling, *_UNUSUAL, dry_run_warnings)
+    return [*untested(), *without_effect(config, config), *(problem for rule in rules for problem in rule(config))]
 
 
-def _without_effect(config: GRPOExtArguments) -> Iterator[Problem]:
-    left = [f.name for f in dataclasses.fields(config) if is_set(config, f.name)]
-    for needed, names in _SWITCHES.items():
-        prefixes = tuple(name for name in names if name.endswith("_"))
-        idle = [name for name in left if name in names or name.startswith(prefixes)]
-        if idle and not _is_on(config, needed):
-            left = [name for name in left if name not in idle]  # the first reason is enough
-            yield no_effect(idle, needed)
-
-
-def no_effect(names: list[str], needed: str) -> Problem:
-    """Return the warning of settings that wait for a switch."""
-    return Problem(", ".join(names), ABSENT, f"without {needed} this has no effect", "")
+def without_effect(part: Any, values: Any) -> Iterator[Problem]:
+    """Yield the settings of a dataclass that wait for a switch which is off in `values`, by the first such switch."""
+    idle: dict[str, list[str]] = {}
+    for f in dataclasses.fields(part):
+        missing = next((needed for needed in row_of(f).needs if not is_on(needed, values)), "")
+        if missing and is_set(part, f.name):
+            idle.setdefault(missing, []).append(f.name)
+    for needed, names in idle.items():
+        yield Problem(", ".join(names), ABSENT, f"without {needed} this has no effect", "")
 
 
 def _clip_is(config: GRPOExtArguments, name: str, option: str) -> bool:

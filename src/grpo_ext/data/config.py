@@ -6,7 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from grpo_ext.config.spec import Spec, described
+from grpo_ext.config.setting import setting
+from grpo_ext.config.spec import Spec
 from grpo_ext.data import chat_template, tasks
 from grpo_ext.data import files as local_files
 from grpo_ext.errors import DataError, Problem
@@ -28,53 +29,54 @@ Share = Annotated[float, Within(least=0.0, most=1.0)]
 class DataConfig:
     """Dataset settings beside those of TRL's script arguments (`dataset_name`, `dataset_train_split`, ...)."""
 
-    dataset_kwargs: dict | str | None = described(
+    dataset_kwargs: dict | str | None = setting(
         None,
         "Options of a procedural task (dataset_name: reasoning_gym/<task> or quickstart/addition), for "
         'example {"min_terms": 2, "max_terms": 3, "size": 5000, "seed": 1}.',
     )
-    system_prompt: str | None = described(None, "System message put in front of every prompt that has none.")
-    chat_template: str | None = described(
+    system_prompt: str | None = setting(None, "System message put in front of every prompt that has none.")
+    chat_template: str | None = setting(
         None,
         "Chat template of the tokenizer, saved with the model: Jinja text, or the path of a .jinja file. "
         "Unset: the tokenizer's own; its options are `chat_template_kwargs`.",
     )
-    prompt_column: str | None = described(
+    prompt_column: str | None = setting(
         None, "Column that becomes `prompt`. Unset: the first of `prompt`, `question` and `problem` that exists."
     )
-    answer_column: str | None = described(
+    answer_column: str | None = setting(
         None,
         "Column that becomes `solution`, the reference answer that rewards see. Unset: the first of "
         "`solution`, `answer`, `final_answer` and `gold` that exists, if any.",
     )
-    answer_format: Literal["gsm8k", "boxed"] | None = described(
+    answer_format: Literal["gsm8k", "boxed"] | None = setting(
         None,
         "Where the answer is in its column: `gsm8k` is the text after ####, `boxed` the content of "
         "the last \\boxed{}. Unset: the whole value.",
     )
-    test_size: float | None = described(
+    test_size: float | None = setting(
         None,
         "Rows held out from training for evaluation when the dataset has no test split: a fraction below "
         "1, a number of rows from 1 up. For a reasoning_gym task the size of its evaluation split (unset: 0.1).",
+        needs=("dataset_name (a mixture has test_split_size)",),
     )
-    split_seed: NaturalNumber = described(
-        0, "Seed of the split that `test_size`, or `test_split_size` of a mixture, makes."
+    split_seed: NaturalNumber = setting(
+        0, "Seed of the split that `test_size`, or `test_split_size` of a mixture, makes.", needs=("test_size",)
     )
-    max_prompt_length: Count | None = described(
+    max_prompt_length: Count | None = setting(
         None, "Drop (never truncate) prompts of more tokens than this, chat template included."
     )
-    min_pass_rate: Share | None = described(
+    min_pass_rate: Share | None = setting(
         None,
         "Drop rows whose column `pass_rate` is below this, or not known. `grpo-ext sample` writes it: the "
         "share of a model's completions that were right.",
     )
-    max_pass_rate: Share | None = described(None, "Drop rows whose column `pass_rate` is above this, or is not known.")
-    max_samples: Count | None = described(
+    max_pass_rate: Share | None = setting(None, "Drop rows whose column `pass_rate` is above this, or is not known.")
+    max_samples: Count | None = setting(
         None,
         "Use only the first so many rows of each split, counted before anything is dropped or held out. "
         "In a mixture (`datasets`), each dataset gives its share of them.",
     )
-    on_bad_row: Literal["error", "drop"] = described(
+    on_bad_row: Literal["error", "drop"] = setting(
         "error",
         "How to treat rows that cannot be used, such as one with an empty prompt or without the answer it "
         "needs: `error` names them and ends, `drop` trains without them and logs their number. A line that is "

@@ -1,6 +1,7 @@
 """Check environments against settings, data and the policy's chat template."""
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.rules import columns_of_images
+from grpo_ext.config.setting import ENVIRONMENTS
+from grpo_ext.config.settings import row_of
 from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.hosts import most_episodes
@@ -36,9 +39,9 @@ def setting_problems(specs: Sequence[EnvironmentSpec], config: GRPOExtConfig) ->
     if specs and (room := most_episodes(raised=False)) < _FEWEST:
         cure = "Raise the hard limit of descriptors: `ulimit -Hn 4096`, LimitNOFILE of systemd, --ulimit of docker."
         yield Problem("environments", ABSENT, f"the descriptors (ulimit -n) suffice for {room} episodes at once", cure)
-    for name, default in (("completion_length_counts", "all"), ("environment_waves", "ready")):
-        if not specs and (value := getattr(config, name, default)) != default:
-            yield Problem(name, value, "it concerns environments, and there are none", "Remove it, or list some.")
+    for f in dataclasses.fields(config) if not specs else ():
+        if row_of(f).needs == ENVIRONMENTS and (value := getattr(config, f.name)) != f.default:
+            yield Problem(f.name, value, "it concerns environments, and there are none", "Remove it, or list some.")
 
 
 def beside_problems(specs: Sequence[EnvironmentSpec], given: Mapping[str, object]) -> Iterator[Problem]:

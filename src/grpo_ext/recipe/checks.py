@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from trl import DatasetMixtureConfig, ModelConfig
@@ -14,8 +15,9 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
 from grpo_ext.config.rules import as_far_as_sound, is_set
+from grpo_ext.config.settings import ADAPTED, row_of
 from grpo_ext.config.vllm import sharded_problem, splits_weights
-from grpo_ext.config.warnings import no_effect
+from grpo_ext.config.warnings import without_effect
 from grpo_ext.data.config import DataConfig, dataset_problems
 from grpo_ext.data.eval_sets import best_metric_problems
 from grpo_ext.environments import compatibility
@@ -78,13 +80,10 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
     yield from outside(model)
 
 
-_LORA_KEYS = ("lora_", "use_rslora", "use_dora")
-
-
 def ignored_lora(written: Collection[str], model: ModelConfig) -> Iterator[Problem]:
     """Yield LoRA settings, with any value, in a recipe that trains no new adapter; `use_peft: false` allows them."""
-    names = (key for key in written if str(key).startswith(_LORA_KEYS))  # a key of YAML may be no text
-    keys = sorted(key for key in names if getattr(model, key, None) not in (None, False))
+    names = {f.name for f in dataclasses.fields(model) if row_of(f).needs == ADAPTED}
+    keys = sorted(key for key in names.intersection(written) if getattr(model, key) not in (None, False))
     if not keys or model.use_peft or "use_peft" in written:
         return
     value, beside = getattr(model, keys[0]), {key: getattr(model, key) for key in keys[1:]}
@@ -160,24 +159,12 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
     return [*_idle_settings(recipe), *_switched_off_dropout(recipe), *_doubtful_rewards(recipe)]
 
 
-_MIXTURE_KEYS = ("streaming", "test_split_size")
-_DATASET_KEYS = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming")
-
-
 def _idle_settings(recipe: Recipe) -> Iterator[str]:
-    mixed = bool(recipe.mixture.datasets)
-    adapted = recipe.model.use_peft or is_adapter(str(recipe.model.model_name_or_path))  # one that `eval` was given
-    lora = tuple(f.name for f in dataclasses.fields(recipe.model) if f.name.startswith(("lora_", "use_rslora")))
-    for part, names, switch, cure in (
-        (recipe.model, (*lora, "use_dora"), adapted, "use_peft: true"),
-        (recipe.mixture, _MIXTURE_KEYS, mixed, "datasets"),
-        (recipe.script, _DATASET_KEYS, not mixed, "dataset_name (a mixture has its own keys, inside datasets)"),
-        (recipe.data, ("test_size",), not mixed, "dataset_name (a mixture has test_split_size)"),
-        (recipe.data, ("split_seed",), recipe.data.test_size is not None, "test_size"),
-    ):
-        idle = [] if switch else [name for name in names if is_set(part, name)]
-        if idle:
-            yield str(no_effect(idle, cure))
+    parts = (recipe.model, recipe.mixture, recipe.script, recipe.data)
+    values = SimpleNamespace(**{name: value for part in parts for name, value in vars(part).items()})
+    adapter = is_adapter(str(recipe.model.model_name_or_path))  # one that `eval` was given
+    values.use_peft = recipe.model.use_peft or adapter
+    yield from (str(problem) for part in parts for problem in without_effect(part, values))
 
 
 def _switched_off_dropout(recipe: Recipe) -> Iterator[str]:

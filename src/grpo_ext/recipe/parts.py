@@ -9,9 +9,8 @@ from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.utils import ScriptArguments
 
-from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.declarations import RecipeSettings, TrainingSettings
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.spec import described
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.environments.composition import EnvironmentSpec
@@ -19,33 +18,8 @@ from grpo_ext.rewards.composition import RewardSpec
 
 
 @dataclass
-class RecipeArguments(GRPOScriptArguments):
+class RecipeArguments(RecipeSettings, GRPOScriptArguments):
     """TRL's script arguments, and how completions are scored and evaluated."""
-
-    dataset_name: str | None = described(
-        None, "Path or name of the dataset; a mixture has `datasets` in its place, not both."
-    )
-    reward_funcs: list[str] | None = described(
-        None, "Rewards: a list of names, paths, reward models or {name, func, weight, kwargs, ...}; docs/rewards.md."
-    )
-    reward_workers: int | None = described(
-        None,
-        "Worker processes that score rewards beside each training process. None (default): its share of "
-        "the cores, at most 8; 0: in the training process itself, where no call can be stopped or contained.",
-    )
-    eval_sets: list[str] | None = described(
-        None,
-        "Data that `grpo-ext eval` and the training run evaluate on: a list of {name, dataset_name, "
-        "split, samples, k, temperature, top_p, limit, every, judge, ...}; docs/evaluation.md.",
-    )
-    reward_memory_gib: float = described(
-        8.0, "Memory that a reward worker, or an environment's process, may use, in GiB; 0: no limit."
-    )
-    environments: list[str] | None = described(
-        None,
-        "Environments with which completions are conversations: a list of {name or path, kwargs, tools, "
-        "max_turns, turn_timeout, weight, on_error, isolate, secrets}; docs/environments.md.",
-    )
 
 
 PARTS: tuple[Any, ...] = (RecipeArguments, DataConfig, GRPOExtConfig, ModelConfig, DatasetMixtureConfig)
@@ -79,8 +53,8 @@ OURS, REWARDS_AND_DATA, MODEL, TRLS = (
     "GRPO and vLLM (TRL)",
 )
 _SUBJECTS: dict[str, tuple[Any, ...]] = {
-    OURS: (GRPOExtArguments,),
-    REWARDS_AND_DATA: (RecipeArguments, GRPOScriptArguments, ScriptArguments, DataConfig, DatasetMixtureConfig),
+    OURS: (TrainingSettings,),
+    REWARDS_AND_DATA: (RecipeSettings, GRPOScriptArguments, ScriptArguments, DataConfig, DatasetMixtureConfig),
     MODEL: (ModelConfig,),
     TRLS: (GRPOConfig,),
 }

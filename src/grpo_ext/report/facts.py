@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_ext.config.settings import Change, settings_changed_by
+from grpo_ext.config.setting import Change
+from grpo_ext.config.settings import settings_changed_by
 from grpo_ext.report.reading import RunFolder
 
 _OWN_PATH = re.compile(r"(?<![\w.])(?:~|/)[^\s'\",]*/([^/\s'\",]+)")

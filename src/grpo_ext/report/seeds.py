@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from grpo_ext.config.settings import Change, settings_changed_by
+from grpo_ext.config.setting import Change
+from grpo_ext.config.settings import settings_changed_by
 from grpo_ext.evaluation.estimators import Mean, mean_of
 from grpo_ext.report import answer
 from grpo_ext.report.facts import without_paths

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from grpo_ext import ConfigError, GRPOExtConfig
-from grpo_ext.config.settings import Change
+from grpo_ext.config.setting import Change
 from grpo_ext.recipe.parts import PARTS
 from grpo_ext.trainer.checkpoints.identity import SECRET, Changes, changes, data_digest, model_digest, plain, record_of
 from support import tiny

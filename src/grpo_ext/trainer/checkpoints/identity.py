@@ -20,7 +20,8 @@ from trl.scripts.grpo import GRPOScriptArguments
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.resuming import FRESH_START
-from grpo_ext.config.settings import Change, change_of
+from grpo_ext.config.setting import Change
+from grpo_ext.config.settings import change_of
 from grpo_ext.data.config import DataConfig
 from grpo_ext.errors import ABSENT, ConfigError, Problem, is_secret, redacted
 from grpo_ext.registry import portable
