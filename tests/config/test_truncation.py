@@ -59,10 +59,9 @@ def test_the_loss_is_over_the_kept_tokens_where_a_setting_leaves_some_out(settin
     assert scores_kept_sets(config) == kept
     assert not any("distribution" in str(warning) for warning in warnings(config))
     found = {
-        "tools": rollout_problems(config, {"tools": [print], "rollout_func": None}),
-        "images": (p for p in image_problems(config, ["prompt", "image"]) if p.field != "use_vllm"),
+        "rollout_func": rollout_problems(config, print),
         "adapter": adapter_problems(config, True),
     }
     assert all(len([*problems]) == int(kept) for problems in found.values())
-    quiet = [rollout_problems(config, {"tools": None}), image_problems(config, ["prompt"])]
+    quiet = [rollout_problems(config, None), image_problems(config, ["prompt"])]
     assert not [problem for problems in (*quiet, adapter_problems(config, False)) for problem in problems]

@@ -115,11 +115,10 @@ TRUNCATION_RULES: tuple[Rule, ...] = (
 """Exact, or refused."""
 
 
-def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield the problem of rollouts by `given` arguments, by name, that do not carry the tokens that were kept."""
-    for name in (name for name, value in given.items() if value):
-        verb = "do" if name.endswith("s") else "does"
-        yield from needs_sets(config, f"{name} {verb} not pass them on", f"Remove {name}.")
+def rollout_problems(config: GRPOExtArguments, rollout_func: object) -> Iterator[Problem]:
+    """Yield the problem of rollouts by a function, which does not carry the sampling support."""
+    if rollout_func:
+        yield from needs_sets(config, "rollout_func does not pass them on", "Remove rollout_func.")
 
 
 def adapter_problems(config: GRPOExtArguments, virtual_tokens: bool) -> Iterator[Problem]:

@@ -175,7 +175,7 @@ class Agents:
             return
         ids, logprobs, message, stopped = self._cut(sample, call)
         ended = bool(ids) and ids[-1] in self._limits.ends and not stopped
-        attempt.turns.append(Turn(call.context.ids, ids, logprobs, version))
+        attempt.turns.append(Turn(call.context.ids, ids, logprobs, version, support=sample.support))
         attempt.figures.turns, attempt.asked = attempt.figures.turns + 1, attempt.asked - 1
         calls = calls_of(message)
         attempt.figures.calls += len(calls)

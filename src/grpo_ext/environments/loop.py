@@ -246,7 +246,7 @@ class Attempts:
                 self.agents.answer(call, sample, self.engine.version)
 
     def _sampled(self, attempt: Attempt, sample: Sample) -> None:
-        turn = Turn(attempt.context.ids, sample.ids, sample.logprobs, self.engine.version)
+        turn = Turn(attempt.context.ids, sample.ids, sample.logprobs, self.engine.version, support=sample.support)
         attempt.turns.append(replace(turn, state=repr(attempt.observation)))
         attempt.figures.turns += 1
         attempt.spent += len(sample.ids)
