@@ -79,7 +79,9 @@ class ServerEngine:
     waits = False
 
     def __init__(self, server: "Generation", version: int, attempts: Sequence[AttemptId]) -> None:
-        self._server, self.version, self._requester = server, version, server.requester(server.support_bound)
+        self._server, self.version = server, version
+        bound = server.support_bound if server.model.training else None
+        self._requester = server.requester(bound)
         self._streams = [attempt.stream() for attempt in attempts]
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="turn")
         self._sent: dict[Future[list[Sampled]], tuple[TurnRequest, Request]] = {}
