@@ -398,7 +398,11 @@ def test_a_server_that_fits_has_no_mismatch():
         ("logprobs_mode", "raw_logprobs", "logprobs_mode='processed_logprobs': "),
         ("weight_transfer", "nccl", "weight_transfer='gloo': the trainer sends weights by nccl."),
         ("probe_ids", (1, 2, 4), "probe_ids="),
-        ("max_logprobs", 66, "max_logprobs=20: the loss reads the sampling support from as many log-probabilities, 66."),
+        (
+            "max_logprobs",
+            66,
+            "max_logprobs=20: the loss reads the sampling support from as many log-probabilities, 66.",
+        ),
     ],
 )
 def test_each_mismatch_is_named(field, value, message):
