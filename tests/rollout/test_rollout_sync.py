@@ -204,6 +204,7 @@ def nccl_client(monkeypatch, **stock):
     client = WeightClient.__new__(WeightClient)
     client.base_url, client.patience, client.engine, client.communicator = "http://server", 0.3, "nccl", Communicator()
     client._sent = client._failures = 0
+    client.serving, client.identity = None, lambda: None  # no answer, which is no reason not to push
     return client
 
 
