@@ -22,10 +22,11 @@ from trl.extras.profiling import profiling_context
 
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.data.images import with_images
 from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.objective.trajectory import COLUMN, batch
+from grpo_ext.objective.trajectory import COLUMN, Turn, batch
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.images import Tokenized, each_alone, images_in
@@ -33,7 +34,13 @@ from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import PolicySampler, Sampled, Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.trajectories import completions_seen, fill_empty, known_everywhere
+from grpo_ext.rollout.trajectories import (
+    completions_seen,
+    fill_empty,
+    known_everywhere,
+    supports_of,
+    turns_of_row,
+)
 from grpo_ext.rollout.transformers_engine import transformers_sampler
 from grpo_ext.rollout.turn_engines import ServerEngine, WaveEngine
 from grpo_ext.trainer import tool_environments
@@ -149,7 +156,9 @@ class Collector:
         prompts = copy.deepcopy([row["prompt"] for row in rows])
         ids = [] if self.episode_runner is not None else trainer._tokenize_prompts(prompts)[0]
         limit, limits = args.max_completion_length, limits_of(trainer)
-        request = RolloutRequest(rows, prompts, ids, attempts, limit, limits, version, step)
+        request = RolloutRequest(
+            rows, prompts, ids, attempts, limit, limits, version, step, supports=scores_kept_sets(args)
+        )
         known = [row for row in trainer.state.log_history if row.get("step", 0) <= step]
         return Asked(request, replace(trainer.state, global_step=step, log_history=known))
 
@@ -178,7 +187,7 @@ class Collector:
         if trainer.use_vllm and self.inference_engine is not None and trainer.model.training:
             trainer._last_loaded_step = trainer.state.global_step  # TRL would push below running requests
         with trainer._times.during("rollout"), trainer._sampling():
-            generated = self._completed(found, prompts) if stock is None else self._by_trl(stock, prompts)
+            generated = self._completed(found, prompts) if stock is None else self._by_trl(found, stock, prompts)
         ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
         if stock is None:
             trainer._log.add_lengths(generated, ends, trainer.state)
@@ -191,9 +200,12 @@ class Collector:
         trainer._scorer.choose_forward_mode(trainer.model, *first, trainer._tokenizer.pad_token_id, adapted)
         return generated
 
-    def _by_trl(self, stock: Callable[[list], Any], prompts: list) -> Generated:
+    def _by_trl(self, found: RolloutBatch, stock: Callable[[list], Any], prompts: list) -> Generated:
         """Complete prompts by TRL's loop, or a user's rollout function, which it calls."""
         trainer, generated = self.trainer, Generated(*stock(prompts))
+        if found.turns:
+            rows = zip(generated.prompt_ids, generated.completion_ids, strict=True)
+            found.kept = supports_of([turns_of_row(*row, found.turns) for row in rows])
         needed = trainer._sampler_corrected or (trainer.use_vllm and trainer.args.old_logps != "recomputed")
         if needed and generated.logprobs is None:
             reason = "it returned no logprobs, to which the loss with use_vllm: true takes its ratio"
@@ -252,7 +264,7 @@ class Collector:
             int(trainer.state.global_step),
             fields,
             group,
-            trains=training,
+            supports=training and scores_kept_sets(trainer.args),
             records=training or bool(trainer.use_vllm),
         )
 
@@ -269,7 +281,9 @@ class Collector:
         if (made := found.generated) is not None:  # ahead of training
             return [list(ids) for ids in made.completion_ids], made.logprobs
         request = self._request(found, [], contexts, fields, group)
-        completion_ids, logprobs, found.kept = self.worker.sampled(request)
+        completion_ids, logprobs, supports = self.worker.sampled(request)
+        for context, ids, support in zip(contexts, completion_ids, supports, strict=False):
+            found.turns.append(Turn(context, ids, support=support))
         return completion_ids, logprobs
 
     # The source of the worker that runs in this thread.
