@@ -4,7 +4,7 @@ import pytest
 
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.config.images import image_problems
-from grpo_ext.config.truncation import adapter_problems, rollout_problems, scores_kept_sets
+from grpo_ext.config.truncation import adapter_problems, rollout_problems, scores_kept_sets, unbounded_problems
 from grpo_ext.config.warnings import warnings
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
@@ -15,13 +15,6 @@ CONTINUOUS = {"use_transformers_continuous_batching": True}
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (
-            {"top_p": 0.9} | VLLM,
-            "top_p=0.9: .*top_k bounds .*Set top_k: 50 too. Leave top_p unset, or set",
-        ),
-        ({"min_p": 0.1} | VLLM, "min_p=0.1: .*top_k bounds"),
-        ({"vllm_structured_outputs_regex": "a+"} | VLLM, "vllm_structured_outputs_regex='a.*top_k bounds"),
-        ({"generation_kwargs": {"min_tokens": 4}} | VLLM, r"generation_kwargs.min_tokens=4: .*Leave min_tokens unset"),
         ({"top_p": 0.9} | CONTINUOUS, "top_p=0.9: .*continuous batching"),
         ({"top_k": 4, "torch_compile": True}, "top_k=4: .*compiled"),
         ({"top_k": 4, "generation_kwargs": {"remove_invalid_values": True}}, "top_k=4: .*finite score. Remove it."),
@@ -29,7 +22,6 @@ CONTINUOUS = {"use_transformers_continuous_batching": True}
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs.num_beams=2: .*altered.*Leave num_beams"),
         ({"generation_kwargs": {"guidance_scale": 0}}, "generation_kwargs.guidance_scale=0: .*altered"),
         ({"generation_kwargs": {"thinking_token_budget": 0}} | VLLM, "thinking_token_budget=0: .*altered"),
-        ({"generation_kwargs": {"allowed_token_ids": [0]}} | VLLM, r"allowed_token_ids=\[0\]: .*top_k bounds"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_unless_it_is_to_be_as_stock_trl(settings, expected):
@@ -51,7 +43,9 @@ def test_what_cannot_be_scored_is_refused_unless_it_is_to_be_as_stock_trl(settin
         ({"generation_kwargs": {"forced_eos_token_id": 0}}, True),  # a token, not an option that is off
         ({"generation_kwargs": {"typical_p": 1.0, "suppress_tokens": [], "penalty_alpha": 0.0}}, False),
         ({"generation_kwargs": {"diversity_penalty": 0.0, "watermarking_config": None, "min_length": 0}}, False),
-        ({"top_p": 0.9, "top_k": 50} | VLLM, True),
+        *(({"top_p": 0.9, "top_k": top_k} | VLLM, True) for top_k in (0, 50)),
+        ({"vllm_structured_outputs_regex": "a+"} | VLLM, True),
+        ({"generation_kwargs": {"allowed_token_ids": [0]}} | VLLM, True),
     ],
 )
 def test_the_loss_is_over_the_kept_tokens_where_a_setting_leaves_some_out(settings, kept):
@@ -59,10 +53,15 @@ def test_the_loss_is_over_the_kept_tokens_where_a_setting_leaves_some_out(settin
     assert scores_kept_sets(config) == kept
     assert not any("distribution" in str(warning) for warning in warnings(config))
     found = {
-        "tools": rollout_problems(config, {"tools": [print], "rollout_func": None}),
-        "images": (p for p in image_problems(config, ["prompt", "image"]) if p.field != "use_vllm"),
+        "rollout_func": rollout_problems(config, print),
         "adapter": adapter_problems(config, True),
     }
     assert all(len([*problems]) == int(kept) for problems in found.values())
-    quiet = [rollout_problems(config, {"tools": None}), image_problems(config, ["prompt"])]
+    quiet = [rollout_problems(config, None), image_problems(config, ["prompt"])]
     assert not [problem for problems in (*quiet, adapter_problems(config, False)) for problem in problems]
+
+
+@pytest.mark.parametrize(("top_k", "vocabulary", "refused"), [(0, 1024, False), (0, 1025, True), (50, 150_000, False)])
+def test_vllm_returns_a_support_that_top_k_bounds_or_a_small_vocabulary(top_k, vocabulary, refused):
+    found = [str(problem) for problem in unbounded_problems(top_k, vocabulary)]
+    assert [problem.startswith("top_k=0: the sampler leaves tokens out") for problem in found] == [True] * refused

@@ -472,7 +472,6 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes():
 
 
 def test_too_few_descriptors_are_refused_before_the_start(monkeypatch):
-    monkeypatch.setattr(compatibility, "rollout_problems", lambda *given: ())
     assert not [*compatibility.setting_problems([spec(three_turns)], SimpleNamespace())]
     monkeypatch.setattr(compatibility, "most_episodes", lambda raised: 4)
     [problem] = compatibility.setting_problems([spec(three_turns)], SimpleNamespace())

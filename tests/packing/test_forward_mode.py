@@ -16,7 +16,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.packing.dropout import switch_dropout_off
 from grpo_ext.packing.forward_mode import ForwardMode, count_positions
 from grpo_ext.packing.obstacles import name_body, takes_positions
-from grpo_ext.packing.sampling_support import encoded
+from grpo_ext.packing.sampling_support import SamplingSupport, encoded
 from grpo_ext.packing.scorer import Scorer
 from support import architectures, image_text, tiny, trainers
 from support.tuners import needs_virtual_tokens
@@ -165,7 +165,9 @@ def test_own_logits_are_normalised_over_the_tokens_that_the_sampler_kept():
         encoded(torch.tensor([*map(len, row)]), torch.tensor([token for choice in row for token in choice]))
         for row in sets
     ]
-    logps = one._plain(model, {}, *batch(prompts, completions), kept=kept)[0]
+    columns = batch(prompts, completions)
+    supports = SamplingSupport.of(kept, columns[2], columns[0].device)
+    logps = one._plain(model, {}, *columns, kept=supports)[0]
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         for j, log_p in enumerate(alone(model, base, prompt, completion)):
             expected = log_p[completion[j]] - log_p[sets[i][j]].logsumexp(0)

@@ -204,6 +204,7 @@ def nccl_client(monkeypatch, **stock):
     client = WeightClient.__new__(WeightClient)
     client.base_url, client.patience, client.engine, client.communicator = "http://server", 0.3, "nccl", Communicator()
     client._sent = client._failures = 0
+    client.serving, client.identity = None, lambda: None  # no answer, which is no reason not to push
     return client
 
 
@@ -398,7 +399,11 @@ def test_a_server_that_fits_has_no_mismatch():
         ("logprobs_mode", "raw_logprobs", "logprobs_mode='processed_logprobs': "),
         ("weight_transfer", "nccl", "weight_transfer='gloo': the trainer sends weights by nccl."),
         ("probe_ids", (1, 2, 4), "probe_ids="),
-        ("max_logprobs", 66, "max_logprobs=20: the loss needs the tokens that top_k keeps, and some to spare, 66."),
+        (
+            "max_logprobs",
+            66,
+            "max_logprobs=20: the loss reads the sampling support from as many log-probabilities, 66.",
+        ),
     ],
 )
 def test_each_mismatch_is_named(field, value, message):

@@ -335,20 +335,48 @@ def test_a_prefix_cache_that_is_never_reset_ends_the_run():
 
 
 @pytest.mark.parametrize(
-    ("metrics", "identity"),
-    [("process_start_time_seconds 1.5e9\n", "started at 1500000000.0"), ("vllm:x 1\n", "ab1"), (None, None)],
+    ("metrics", "weights", "identity"),
+    [
+        ("process_start_time_seconds 1.5e9\n", '{"weight_version": "mine"}', "started at 1500000000.0, weights mine"),
+        ("process_start_time_seconds 1.5e9\n", '{"weight_version": "default"}', "started at 1500000000.0"),
+        ("vllm:x 1\n", '{"detail": "Not Found"}', "ab1"),
+        ("vllm:x 1\n", "not found", "ab1"),
+        (None, None, None),
+    ],
 )
-def test_a_server_is_recognised_by_its_start_or_by_its_configuration(metrics, identity, monkeypatch):
+def test_a_server_is_recognised_by_its_start_or_configuration_and_its_weights(metrics, weights, identity, monkeypatch):
     def get(url, timeout):
         if metrics is None:
             raise client_module.requests.ConnectionError
-        return SimpleNamespace(text=metrics)
+        return SimpleNamespace(text=metrics if url.endswith("/metrics") else weights)
 
     client = Client.__new__(Client)
-    client.base_url, client._metrics, client._metrics_read = "http://server", threading.Lock(), (-np.inf, None)
+    client.base_url, client._reading, client._pages = "http://server", threading.Lock(), {}
     client.get_server_info = lambda: {"instance_id": "ab1"}
     monkeypatch.setattr(client_module.requests, "get", get)
     assert client.identity() == identity
+
+
+@pytest.mark.parametrize(
+    ("served", "found", "raises", "words"),
+    [
+        ("at 1, weights mine", "at 1, weights mine", None, ""),
+        ("at 1, weights mine", None, None, ""),  # it does not answer: the request will tell
+        ("at 1, weights mine", "at 1, weights theirs", RuntimeError, r"weights of another run \(theirs\). End it"),
+        ("at 1", "at 1, weights theirs", RuntimeError, "weights of another run"),
+        ("at 1, weights mine", "at 2", ServerTrouble, "has been restarted"),
+        ("at 1, weights mine", "at 1", ServerTrouble, "has been restarted"),  # of several processes that answer
+        (None, "at 1", ServerTrouble, "has been restarted"),
+    ],
+)
+def test_a_replaced_server_is_asked_again_and_one_with_weights_of_another_run_is_left(served, found, raises, words):
+    client = Client.__new__(Client)
+    client.base_url, client.serving, client._pages, client.identity = "http://server", served, {}, lambda: found
+    if raises is None:
+        client.check_serving()
+    else:
+        with pytest.raises(raises, match=words):
+            client.check_serving()
 
 
 def test_a_copy_of_the_weights_stays_when_the_policy_moves():

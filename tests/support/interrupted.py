@@ -45,7 +45,13 @@ CASES = {
     "completions": WINDOWS | {"log_completions": True, "logging_steps": 2, "steps_per_generation": 4},
     "environments": WINDOWS | {"plays": True, "steps_per_generation": 4, "max_completion_length": 24},
     "agents": WINDOWS
-    | {"asks": True, "environment_waves": "turn", "steps_per_generation": 4, "max_completion_length": 48},
+    | {
+        "asks": True,
+        "environment_waves": "turn",
+        "steps_per_generation": 4,
+        "max_completion_length": 48,
+        "top_p": 0.7,
+    },
     "linear schedule, clip": {"lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 0.1},
 }
 

@@ -46,10 +46,10 @@ def send_all(processes: list[psutil.Process], number: int) -> None:
 class Server:
     """`grpo-ext serve` in a process of its own: a fork whose processes are forks as well, or started as by a script.
 
-    What a script starts in the background ignores Ctrl-C.
+    What a script starts in the background ignores Ctrl-C. `settings` are further keys of its recipe.
     """
 
-    def __init__(self, folder: Path, model: str, forked: bool = True) -> None:
+    def __init__(self, folder: Path, model: str, forked: bool = True, **settings) -> None:
         self.forked = forked
         self.model, self.port, self.log = model, free_port(), folder / "serve.log"
         self.url = f"http://127.0.0.1:{self.port}"
@@ -69,7 +69,7 @@ class Server:
             "vllm_server_port": self.port,
             "max_completion_length": 64,
         }
-        self.recipe.write_text(json.dumps(recipe))
+        self.recipe.write_text(json.dumps(recipe | settings))
         self.process: subprocess.Popen | None = None
         self.starts, self.stopped = 0, False
 

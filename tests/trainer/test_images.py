@@ -242,7 +242,6 @@ REFUSED = {
     "tools: images in the prompt": {"tools": [print]},
     "rollout_func: images in the prompt": {"rollout_func": print},
     "the processor is a TokenizersBackend": {"processing_class": seeing.tokenizer("llava")},
-    "top_p=0.9": {"top_p": 0.9},
     "TRL reads 'images' where both are given": {"columns": {"image": "a.png", "images": ["a.png"]}},
     "it holds lists. Rename the column to 'images'": {"columns": {"image": ["a.png"]}},
     "it holds single values. Rename the column to 'image'": {"columns": {"images": "a.png"}},

@@ -17,6 +17,7 @@ from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.loss import idle_clip
 from grpo_ext.config.precision import expected_differences, precision
+from grpo_ext.config.truncation import scores_kept_sets, truncations
 from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
@@ -88,12 +89,14 @@ def _loss(recipe: Recipe) -> Section:
     objective = recipe.training.objective
     beta, paper = recipe.training.beta, objective.row.beta
     weights = [(spec.name, spec.weight) for spec in recipe.rewards]
+    cut = ", ".join(truncations(recipe.training)) if scores_kept_sets(recipe.training) else ""
     weights += [(f"environment {spec.name}", spec.weight) for spec in recipe.environments if spec.owns_reward]
     return [
         ("loss", objective.describe()),
         ("formula", f"{objective.row.formula or 'of your own'}{' (modified)' if objective.departures() else ''}"),
         ("paper", objective.source or "of your own"),
         *(("beside it", loss.describe()) for loss in added_losses(recipe.training)),
+        *([("scored over", f"the tokens that {cut} left to the sampler")] if cut else []),
         *([("clip", idle)] if (idle := idle_clip(recipe.training)) else []),
         *([("KL", f"the paper trains with beta: {paper:g}; here it is {beta:g}")] if beta != paper > 0 else []),
         ("rewards", ", ".join(f"{name} x {weight:g}" for name, weight in weights)),

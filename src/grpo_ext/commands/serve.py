@@ -29,7 +29,7 @@ from grpo_ext.recipe.loading import base_path, load_tokenizer
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rollout.vllm.gloo import BACKEND
-from grpo_ext.rollout.vllm.requester import TIES
+from grpo_ext.rollout.vllm.requester import most_logprobs
 from grpo_ext.rollout.vllm.server import PROBE, ServerFacts
 from grpo_ext.warden import die_with_parent
 
@@ -81,7 +81,7 @@ def wanted(recipe: Recipe) -> ServerFacts:
         max_model_len=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
         dtype=None if dtype == "auto" else dtype,
         logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps != "recomputed" or keeps else None,
-        max_logprobs=c.top_k + TIES if keeps else None,
+        max_logprobs=most_logprobs(c.top_k) if keeps else None,
         weight_transfer=transfer_engine(recipe),
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
     )
@@ -97,7 +97,7 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
         "--dtype": sampler_dtype(recipe),
         "--max-model-len": sequence_length(recipe),
         "--logprobs-mode": "processed_logprobs",
-        "--max-logprobs": c.top_k + TIES if scores_kept_sets(c) else None,
+        "--max-logprobs": most_logprobs(c.top_k) if scores_kept_sets(c) else None,
         "--weight-transfer-config": json.dumps({"backend": transfer_engine(recipe)}),
         "--tensor-parallel-size": c.vllm_tensor_parallel_size,
         "--gpu-memory-utilization": c.vllm_gpu_memory_utilization,

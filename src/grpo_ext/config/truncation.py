@@ -68,6 +68,21 @@ def scores_kept_sets(config: GRPOExtArguments) -> bool:
 # Where the sets are not known.
 
 
+WHOLE = 1024
+"""Largest vocabulary whose log-probabilities vLLM is asked for at each token, where no top_k bounds the support."""
+
+
+def unbounded_problems(top_k: int, vocabulary: int) -> Iterator[Problem]:
+    """Yield the problem of a sampling support that vLLM cannot return; its own mask needs top_k too."""
+    if not top_k and vocabulary > WHOLE:
+        reason = (
+            f"the sampler leaves tokens out, and without top_k vLLM returns which ones for a vocabulary of up to "
+            f"{WHOLE} tokens; this one has {vocabulary}"
+        )
+        cure = "Set top_k: 50 too, use_vllm: false, or loss_defaults: trl, which trains with stock TRL's bias."
+        yield Problem("top_k", top_k, reason, cure)
+
+
 def needs_sets(config: GRPOExtArguments, reason: str, cure: str = "") -> Iterator[Problem]:
     """Yield the problem of a truncated sampler whose kept tokens the loss cannot take; `cure` is another way out."""
     if scores_kept_sets(config):
@@ -96,8 +111,6 @@ def _rescaled(config: GRPOExtArguments) -> Iterator[Problem]:
 
 
 def _unknown_sets(config: GRPOExtArguments) -> Iterator[Problem]:
-    if config.use_vllm and not config.top_k:
-        yield from needs_sets(config, "vLLM returns them only where top_k bounds their number", "Set top_k: 50 too.")
     if not config.use_vllm and config.use_transformers_continuous_batching:
         reason = "continuous batching does not return them"
         yield from needs_sets(config, reason, "Set use_transformers_continuous_batching: false.")
@@ -115,11 +128,10 @@ TRUNCATION_RULES: tuple[Rule, ...] = (
 """Exact, or refused."""
 
 
-def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield the problem of rollouts by `given` arguments, by name, that do not carry the tokens that were kept."""
-    for name in (name for name, value in given.items() if value):
-        verb = "do" if name.endswith("s") else "does"
-        yield from needs_sets(config, f"{name} {verb} not pass them on", f"Remove {name}.")
+def rollout_problems(config: GRPOExtArguments, rollout_func: object) -> Iterator[Problem]:
+    """Yield the problem of rollouts by a function, which does not carry the sampling support."""
+    if rollout_func:
+        yield from needs_sets(config, "rollout_func does not pass them on", "Remove rollout_func.")
 
 
 def adapter_problems(config: GRPOExtArguments, virtual_tokens: bool) -> Iterator[Problem]:

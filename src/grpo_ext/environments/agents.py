@@ -175,7 +175,7 @@ class Agents:
             return
         ids, logprobs, message, stopped = self._cut(sample, call)
         ended = bool(ids) and ids[-1] in self._limits.ends and not stopped
-        episode.turns.append(Turn(call.context.ids, ids, logprobs, version))
+        episode.turns.append(Turn(call.context.ids, ids, logprobs, version, support=sample.support))
         episode.figures.turns, episode.asked = episode.figures.turns + 1, episode.asked - 1
         calls = calls_of(message)
         episode.figures.calls += len(calls)

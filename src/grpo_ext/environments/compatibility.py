@@ -13,7 +13,6 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.setting import ENVIRONMENTS
 from grpo_ext.config.settings import row_of
-from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.hosts import most_episodes
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, RESET, TEXT_ONLY_CURE, has_tools, medium
@@ -32,7 +31,6 @@ _FEWEST = 8
 
 def setting_problems(specs: Sequence[EnvironmentSpec], config: GRPOExtConfig) -> Iterator[Problem]:
     """Yield settings that have no effect with, or without, environments, or that they cannot follow."""
-    yield from rollout_problems(config, {"environments": specs})
     if specs and (limit := getattr(config, "max_tool_calling_iterations", None)) is not None:
         cure = "Set max_turns in its entry, which counts the model's messages."
         yield Problem("max_tool_calling_iterations", limit, "each environment has its own limit", cure)

@@ -246,7 +246,7 @@ class EpisodeLoop:
                 self.agents.answer(call, sample, self.engine.version)
 
     def _sampled(self, episode: Episode, sample: Sample) -> None:
-        turn = Turn(episode.context.ids, sample.ids, sample.logprobs, self.engine.version)
+        turn = Turn(episode.context.ids, sample.ids, sample.logprobs, self.engine.version, support=sample.support)
         episode.turns.append(replace(turn, state=repr(episode.observation)))
         episode.figures.turns += 1
         episode.spent += len(sample.ids)

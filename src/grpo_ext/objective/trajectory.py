@@ -11,7 +11,10 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COLUMN = "trajectory"
 """Column in which reward functions find a row's `Trajectory`."""
@@ -26,6 +29,8 @@ class Sample(NamedTuple):
 
     ids: list[int]
     logprobs: list[float | None] | None
+    support: "Tensor | None" = None
+    """The sampling support of each token, as in `packing.sampling_support`; None where the loss needs none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +63,11 @@ class Turn:
 
     Where a context was rewritten these include the history, so that no two states are equal.
     """
+    support: "Tensor | None" = field(default=None, compare=False, repr=False)
+    """As in `Sample`, of the sampled ids at least. A pickled turn has none: a batch holds those of its rows."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "support": None}
 
     def __post_init__(self) -> None:
         """Raise if the turn cannot be trained."""

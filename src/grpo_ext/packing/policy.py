@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from grpo_ext.packing.forward import positions_moved, rounded_differently
 from grpo_ext.packing.layout import Layout, pack
 from grpo_ext.packing.obstacles import Policy, causal_lm, most_tokens, obstacles, text_model
 from grpo_ext.packing.recurrent import is_recurrent
+from grpo_ext.packing.sampling_support import SamplingSupport
 from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
 from grpo_ext.packing.windows import narrowed
 
@@ -115,7 +115,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 CURE = "Set shared_prefix to auto or false."
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Plain = Callable[..., Scores]
-"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions; `kept`, sets of the rows."""
+"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions; `kept`, their sets."""
 Packed = Callable[..., Scores]
 """`forward.log_probs` of a model. Arguments: tokens, layout, columns of completions; `kept` likewise."""
 
@@ -251,33 +251,42 @@ class PrefixSharing:
         for begin in range(0, len(input_ids), batch_size):
             rows = slice(begin, begin + batch_size)
             ids, active = input_ids[rows], mask[rows]
-            given: dict[str, Any] = {} if kept is None else {"kept": kept[rows]}
+            sets = None if kept is None else SamplingSupport.of(kept[rows], completion, ids.device)
+            given: dict[str, Any] = {} if sets is None else {"kept": sets}
             of_rows = None if parents is None else parents[rows]
             layout, tree = self.arranged(ids, active, completion, of_rows, whole=compute_aux_loss)
             if layout is not None:
                 logps, entropies, aux_loss = packed(ids, layout, completion, **extra, **given)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))
             else:
-                parts.append(self._by_rows(partial(plain, **given), ids, active, completion, tree))
+                parts.append(self._by_rows(plain, ids, active, completion, tree, sets))
         return concatenated(parts)
 
     def _by_rows(
-        self, plain: Plain, input_ids: Tensor, mask: Tensor, completion: int, tree: np.ndarray | None
+        self,
+        plain: Plain,
+        input_ids: Tensor,
+        mask: Tensor,
+        completion: int,
+        tree: np.ndarray | None,
+        kept: SamplingSupport | None,
     ) -> Scores:
         """Score by the plain forward; trees in several forwards, each of at most the micro-batch's positions.
 
         Every forward and backward may hold collectives, so all processes need the same number: a process with fewer
         contexts repeats a row, with a weight of zero.
         """
-        batches, places = [(input_ids, mask, completion)], None
+        batches, places, supports = [(input_ids, mask, completion)], None, [kept]
         if tree is not None:
             rows, found = plain_rows(
                 input_ids.cpu().numpy(), mask.cpu().numpy(), tree, None if self.possible else len(input_ids)
             )
             batches = [(_tensor(r.input_ids, mask), _tensor(r.mask, mask), r.completion) for r in rows]
             places = _tensor(found, mask)
+            sizes = [len(ids) * columns for ids, _, columns in batches]
+            supports = [None] * len(batches) if kept is None else [*kept.moved(places, sizes)]
         count = len(batches) if self.agreed is None or self.possible else self.agreed(len(batches))
-        scores = [plain(*batch) for batch in batches]
+        scores = [plain(*batch, sets) for batch, sets in zip(batches, supports, strict=True)]
         ids, active, columns = batches[-1]
         for _ in range(count - len(batches)):
             spare = plain(ids[:1], active[:1], columns)[0].sum() * 0.0

@@ -25,10 +25,13 @@ def encoded(counts: Int[Tensor, " tokens"], ids: Int[Tensor, " ids"]) -> Int[Ten
     return torch.cat([torch.tensor([len(counts)]), counts.cpu(), ids.cpu()]).int()
 
 
-def decoded(sets: Int[Tensor, " numbers"]) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " ids"]]:
-    """Return counts and ids of the sets of a completion."""
+def decoded(
+    sets: Int[Tensor, " numbers"], most: int | None = None
+) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " ids"]]:
+    """Return counts and ids of the sets of a completion, or of its first tokens, at `most` so many."""
     tokens = int(sets[0])
-    return sets[1 : tokens + 1], sets[tokens + 1 :]
+    counts = sets[1 : tokens + 1][:most]
+    return counts, sets[tokens + 1 :][: int(counts.abs().sum())]
 
 
 @dataclass(frozen=True)
@@ -47,21 +50,19 @@ class SamplingSupport:
         counts = torch.zeros(len(rows), time, dtype=torch.long)
         begins, ids, first = torch.zeros_like(counts), list[Tensor](), 0
         for row, sets in enumerate(rows):
-            of_row, ids_of_row = decoded(sets.cpu())
-            active = min(len(of_row), time)
+            of_row, ids_of_row = decoded(sets.cpu(), time)
             ends = of_row.abs().long().cumsum(dim=0)
-            counts[row, :active] = of_row[:active]
-            begins[row, :active] = first + (ends - of_row.abs())[:active]
+            counts[row, : len(of_row)] = of_row
+            begins[row, : len(of_row)] = first + (ends - of_row.abs())
             ids.append(ids_of_row)
             first += len(ids_of_row)
         joined = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
         return cls(joined.to(device), begins.flatten().to(device), counts.flatten().to(device))
 
-    @classmethod
     def of_positions(
-        cls, rows: Sequence[Tensor], mask: Shaped[Tensor, "rows width"], completion: int, positions: int
-    ) -> "SamplingSupport":
-        """Return the sets of the positions that TRL's LM head computes for padded rows, in their order.
+        self, mask: Shaped[Tensor, "rows width"], completion: int, positions: int
+    ) -> "SamplingSupport":  # fmt: skip
+        """Return the sets of the positions that TRL's LM head computes for these padded rows, in their order.
 
         It computes the active tokens of completions, or, without a kernel that selects them, all predictions of a row.
 
@@ -77,7 +78,14 @@ class SamplingSupport:
         else:
             found = f"{positions} positions for rows of {width} tokens, {int(active.sum())} of them completions"
             raise ValueError(f"TRL's LM head computes {found}: the tokens that the sampler kept cannot be assigned.")
-        return cls.of(rows, completion, mask.device).at(places)
+        return self.at(places)
+
+    def moved(self, places: Int[Tensor, "rows completion"], sizes: Sequence[int]) -> list["SamplingSupport"]:
+        """Return the sets of batches of so many positions, where tokens have `places` in all of them, or -1."""
+        active = places.flatten() >= 0
+        source = places.new_full((sum(sizes),), -1)
+        source[places.flatten()[active]] = active.nonzero()[:, 0]
+        return [self.at(part) for part in source.split(list(sizes))]
 
     def at(self, places: Int[Tensor, " positions"]) -> "SamplingSupport":
         """Return the sets at `places` among these; a negative place has no set."""

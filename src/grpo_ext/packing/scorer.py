@@ -183,15 +183,17 @@ class Scorer:
         sharing, has_images = self.sharing, bool(images) or any(x is not None for x in multimodal.values())
         if parents is not None and has_images:
             raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
-        if kept_tokens is not None and has_images:
-            raise ValueError("images are not scored over the tokens that top_p, top_k or min_p kept. Unset these.")
+        if kept_tokens is not None and has_images and not images:
+            raise ValueError(
+                "arguments of images are not cut to rows, as top_p, top_k and min_p need it. Unset these."
+            )
         if self.limit is not None and has_images:
             raise ValueError("rows with images are not cut by tokens yet. Unset micro_batch_tokens.")
         plainly = all(x is None for x in (self.limit, parents, kept_tokens))
+        batch = input_ids, attention_mask, logits_to_keep, batch_size
         if images:
-            return self._seeing(model, input_ids, attention_mask, logits_to_keep, batch_size, images, options)
+            return self._seeing(model, *batch, images, kept_tokens, options)
         if has_images or (plainly and not sharing.possible and sharing.agreed is None):
-            batch = input_ids, attention_mask, logits_to_keep, batch_size
             return self.stock(model, *batch, **options, **multimodal)
 
         self.check(model, input_ids.device)
@@ -216,9 +218,9 @@ class Scorer:
         ids: Tensor,
         mask: Tensor,
         completion: int,
-        kept: Sequence[Tensor] | None = None,
+        kept: SamplingSupport | None = None,
     ) -> Scores:
-        sets = None if kept is None else partial(SamplingSupport.of_positions, kept, mask, completion)
+        sets = None if kept is None else partial(kept.of_positions, mask, completion)
         with nullcontext() if sets is None else labelled_positions_only(ids.device, sets):
             return self.stock(model, ids, mask, completion, **options, kept=sets)
 
@@ -228,13 +230,10 @@ class Scorer:
         ids: Tensor,
         layout: Layout,
         completion: int,
-        kept: Sequence[Tensor] | None = None,
         **extra: Any,
     ) -> Scores:
-        base = self._base(model)
-        sets = None if kept is None else SamplingSupport.of(kept, completion, ids.device)
         with self.accelerator.autocast():
-            return log_probs(model, base, ids, layout, completion, kept=sets, **extra)
+            return log_probs(model, self._base(model), ids, layout, completion, **extra)
 
     def _base(self, model: nn.Module) -> PreTrainedModel:
         return causal_lm(self.accelerator.unwrap_model(model))
@@ -247,6 +246,7 @@ class Scorer:
         completion: int,
         batch_size: int | None,
         images: Sequence[RowImages],
+        kept: Sequence[Tensor] | None,
         options: dict[str, Any],
     ) -> Scores:
         """Score rows with images by TRL's forward, `batch_size` rows at a time; each call gets whole rows."""
@@ -254,8 +254,9 @@ class Scorer:
         parts: list[Scores] = []
         for begin in range(0, len(input_ids), size):
             rows = slice(begin, begin + size)
-            seen = forward_arguments(images[rows], mask[rows], completion)
-            parts.append(self.stock(model, input_ids[rows], mask[rows], completion, **options, **seen))
+            seen = options | forward_arguments(images[rows], mask[rows], completion)
+            sets = None if kept is None else SamplingSupport.of(kept[rows], completion, input_ids.device)
+            parts.append(self._plain(model, seen, input_ids[rows], mask[rows], completion, sets))
         return concatenated(parts)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from grpo_ext.objective.trajectory import COLUMN, Trajectory
+from grpo_ext.objective.trajectory import COLUMN, Trajectory, Turn
 from grpo_ext.packing.images import IMAGES, RowImages
 from grpo_ext.packing.sampling_support import KEPT
 from grpo_ext.rollout.seeds import AttemptId
@@ -46,6 +46,8 @@ class RolloutBatch:
     generated: Generated | None = None
     kept: list[Tensor] = field(default_factory=list)
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.sampling_support`."""
+    turns: list[Turn] = field(default_factory=list)
+    """What TRL's loop of tools has sampled, with the sampling supports."""
     images: list[RowImages] = field(default_factory=list)
     """The images of each row, as in `packing.images`; empty where no row has any."""
     played: Sequence[tuple[Trajectory, Any]] = ()

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_ext.packing.sampling_support import encoded
+from grpo_ext.packing.sampling_support import decoded, encoded
 
 
 class SupportLog:
@@ -37,11 +37,8 @@ class SupportLog:
         counts = torch.stack(self._counts, dim=1).cpu()
         rows, ids = torch.cat(self._rows).cpu(), torch.cat(self._ids).cpu()
         by_row = ids[rows.argsort(stable=True)].split(counts.abs().long().sum(dim=1).tolist())
-        found = []
-        for of_row, row_ids, completion in zip(counts, by_row, completions, strict=True):
-            of_row = of_row[: len(completion)]
-            found.append(encoded(of_row, row_ids[: int(of_row.abs().sum())]))
-        return found
+        sets = map(encoded, counts, by_row)
+        return [encoded(*decoded(of_row, len(ids))) for of_row, ids in zip(sets, completions, strict=True)]
 
 
 class DrawLog:

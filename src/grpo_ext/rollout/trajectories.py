@@ -1,14 +1,17 @@
 """Convert the trajectories that a `rollout_func` returns to the lists that TRL takes."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.functional import pad
 
-from grpo_ext.objective.trajectory import COLUMN, Trajectory, batch, known
+from grpo_ext.objective.trajectory import COLUMN, Trajectory, Turn, batch, known
+from grpo_ext.packing.sampling_support import decoded, encoded
 
 
 def completed(rollout_func: Callable[..., dict], ends: Collection[int], eos_token_id: int) -> Callable[..., dict]:
@@ -87,3 +90,45 @@ def parents_of(trajectories: Sequence[Trajectory], width: int) -> Int[Tensor, "r
     for row, trajectory in zip(found, trajectories, strict=True):
         row[: len(trajectory.tree.parents)] = torch.tensor(trajectory.tree.parents, dtype=torch.long)
     return found if (found != torch.arange(-1, width - 1)).any() else None
+
+
+def supports_of(trajectories: Sequence[Trajectory]) -> list[Int[Tensor, " numbers"]]:
+    """Return the sampling supports of the tokens of each trajectory's tree, as in `packing.sampling_support`.
+
+    A token that was not sampled has the whole vocabulary. Each turn that sampled one has its support.
+    """
+    found = []
+    for trajectory in trajectories:
+        sampled = torch.tensor(trajectory.tree.turns) >= 0
+        counts, of_turns, ids = torch.zeros(len(sampled), dtype=torch.int32), list[Tensor](), list[Tensor]()
+        for turn in trajectory.turns:
+            if turn.support is None:
+                continue
+            of_turn, its_ids = decoded(turn.support, len(turn.sampled))
+            of_turns.append(pad(of_turn, (0, len(turn.sampled) - len(of_turn))))  # an empty completion was filled
+            ids.append(its_ids)
+        counts[sampled] = torch.cat([counts[:0], *of_turns])
+        found.append(encoded(counts, torch.cat([counts[:0], *ids])))
+    return found
+
+
+def turns_of_row(prompt_ids: list[int], completion_ids: list[int], turns: Sequence[Turn]) -> Trajectory:
+    """Return a row of TRL's loop of tools as a trajectory, from the turns that all rows of its batch have sampled.
+
+    A turn is of this row if the row repeats it, as far as the row goes: TRL cuts the last one. Of rows that sampled
+    the same after the same context either turn will do.
+
+    Raises:
+        ValueError: the row has other tokens than those that were sampled.
+    """
+    ids, of_row = prompt_ids + completion_ids, dict[int, Turn]()
+    for turn in turns:
+        begin = len(turn.context)
+        sampled = ids[begin : begin + len(turn.sampled)]
+        if sampled == turn.sampled[: len(sampled)] and ids[:begin] == turn.context:
+            of_row[begin] = replace(turn, sampled=sampled)
+    if len(prompt_ids) not in of_row:
+        raise ValueError(
+            "a completion has other tokens than those sampled, of which top_p, top_k or min_p left some out."
+        )
+    return Trajectory([turn for _, turn in sorted(of_row.items())])

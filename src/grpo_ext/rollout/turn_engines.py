@@ -54,7 +54,7 @@ class WaveEngine:
             return []
         streams = [self._streams[turn.episode] for turn in turns]
         sampled = self._sample([turn.context for turn in turns], [turn.limit for turn in turns], streams)
-        return [(turn, Sample(one.ids, one.logps)) for turn, one in zip(turns, sampled, strict=True)]
+        return [(turn, Sample(one.ids, one.logps, one.kept)) for turn, one in zip(turns, sampled, strict=True)]
 
     def anyone(self, here: bool, leaves: bool) -> bool:
         """Return whether an episode is left, as `TurnEngine` does."""
@@ -79,7 +79,9 @@ class ServerEngine:
     waits = False
 
     def __init__(self, server: "Generation", version: int, attempts: Sequence[AttemptId]) -> None:
-        self._server, self.version, self._requester = server, version, server.requester()
+        self._server, self.version = server, version
+        bound = server.support_bound if server.model.training else None
+        self._requester = server.requester(bound)
         self._streams = [attempt.stream() for attempt in attempts]
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="turn")
         self._sent: dict[Future[list[Sampled]], tuple[TurnRequest, Request]] = {}
@@ -108,7 +110,7 @@ class ServerEngine:
             turn, request = self._sent.pop(future)
             try:
                 [sampled] = future.result()
-                turns_done.append((turn, Sample(sampled.ids, sampled.logps)))
+                turns_done.append((turn, Sample(sampled.ids, sampled.logps, sampled.kept)))
             except Exception as trouble:
                 failed.append((turn, request))
                 troubles.append(trouble)

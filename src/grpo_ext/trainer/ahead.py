@@ -18,6 +18,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from grpo_ext.config.process_engine import samples_by_server
+from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.errors import ConfigError, Problem, SamplerLost
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.rollout_batch import RolloutBatch
@@ -234,7 +235,8 @@ class RolloutsAhead:
         ids = [] if self.worker.episode_runner is not None else hooks._tokenize_prompts(prompts)[0]
         attempts, limit = hooks.attempts_of(generation, count), int(self.hooks.args.max_completion_length or 0)
         known = [row for row in state.log_history if row.get("step", 0) <= step]
-        request = RolloutRequest(rows, prompts, ids, attempts, limit, version, step)
+        supports = scores_kept_sets(hooks.args)
+        request = RolloutRequest(rows, prompts, ids, attempts, limit, version, step, supports=supports)
         queued = Asked(request, replace(state, global_step=step, log_history=known))
         running.asked[generation] = queued, running.background.submit(queued, finished)
 

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.errors import ABSENT, ConfigError, Problem
-from grpo_ext.objective.trajectory import COLUMN, batch
+from grpo_ext.objective.trajectory import COLUMN, Turn, batch
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
 from grpo_ext.rollout.images import Tokenized, each_alone
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import PolicySampler, Sampled, Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.trajectories import completions_seen, fill_empty, known_everywhere
+from grpo_ext.rollout.trajectories import completions_seen, fill_empty, known_everywhere, supports_of, turns_of_row
 from grpo_ext.rollout.turn_engines import ServerEngine, WaveEngine
 from grpo_ext.trainer.ahead import RolloutsAhead
 from grpo_ext.trainer.callbacks import StepTimes
@@ -147,8 +148,8 @@ class Collector:
         if self.inference_engine is not None and training and rollouts.attempts:
             version = self._published(self.inference_engine)
         rows = rollouts.rows, prompts, contexts, rollouts.attempts
-        records = training or self.hooks.args.use_vllm
-        return RolloutRequest(*rows, self.policy.limit, version, step, fields, group, training, records)
+        supports, records = training and scores_kept_sets(self.hooks.args), training or self.hooks.args.use_vllm
+        return RolloutRequest(*rows, self.policy.limit, version, step, fields, group, supports, records)
 
     def turn(
         self, contexts: list[list[int]], fields: Mapping[str, Any], group: int, *, has_tool_images: bool
@@ -163,8 +164,17 @@ class Collector:
         if (generated := rollouts.generated) is not None:  # ahead of training
             return [list(ids) for ids in generated.completion_ids], generated.logprobs
         request = self._request(rollouts, [], contexts, fields, group)
-        completion_ids, logprobs, rollouts.kept = self.worker.sampled(request)
+        completion_ids, logprobs, supports = self.worker.sampled(request)
+        for context, ids, support in zip(contexts, completion_ids, supports, strict=False):
+            rollouts.turns.append(Turn(context, ids, support=support))
         return completion_ids, logprobs
+
+    def add_supports(self, generated: Generated) -> None:
+        """Note the sampling supports of what TRL's loop has made of the turns."""
+        rollouts = self._current
+        if rollouts is not None and rollouts.turns:
+            rows = zip(generated.prompt_ids, generated.completion_ids, strict=True)
+            rollouts.kept = supports_of([turns_of_row(*row, rollouts.turns) for row in rows])
 
     # The source of the worker that runs in this thread.
 

@@ -155,6 +155,7 @@ class RolloutHooks(Lifecycle):
             if by_trl:
                 needed = self._sampler_corrected or (self.use_vllm and self.args.old_logps != "recomputed")
                 generated = usable(Generated(*super()._generate(prompts)), needs_logprobs=needed)
+                self.collector.add_supports(generated)
             else:
                 group = self.num_generations if self.model.training else self.num_generations_eval
                 generated = self.collector.completed(prompts, group)

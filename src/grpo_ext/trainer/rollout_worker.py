@@ -33,7 +33,7 @@ from grpo_ext.rollout.images import Tokenized
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import Sampled, Sampler
 from grpo_ext.rollout.seeds import AttemptId
-from grpo_ext.rollout.trajectories import completions_seen, fill_empty
+from grpo_ext.rollout.trajectories import completions_seen, fill_empty, supports_of
 from grpo_ext.rollout.turn_engines import WaveEngine
 from grpo_ext.trainer.episodes import EpisodeRunner
 
@@ -56,7 +56,7 @@ class RolloutRequest:
         step: optimizer steps that made these weights.
         fields: further inputs of a model that takes images, by row.
         group: number of consecutive rows that have one prompt.
-        trains: whether the rollouts train, so that what the sampler drew from is kept.
+        supports: whether the loss needs the sampling supports.
         records: whether the log-probabilities of the draws are.
     """
 
@@ -69,7 +69,7 @@ class RolloutRequest:
     step: int
     fields: Mapping[str, Any] = field(default_factory=dict)
     group: int = 1
-    trains: bool = True
+    supports: bool = False
     records: bool = True
 
 
@@ -214,7 +214,7 @@ class RolloutWorker:
         known = request.records and all(one.logps is not None for one in sampled)
         logprobs = [list(one.logps or ()) for one in sampled] if known else None
         fill_empty(ids, logprobs, self.tokenizer.eos_token_id)
-        return ids, logprobs, [one.kept for one in sampled if one.kept is not None and request.trains]
+        return ids, logprobs, [one.kept for one in sampled if one.kept is not None and request.supports]
 
     def _sampled(self, request: RolloutRequest) -> RolloutBatch:
         ids, logprobs, kept = self.sampled(request)
@@ -234,7 +234,8 @@ class RolloutWorker:
         lists = columns.prompt_ids, columns.completion_ids, columns.tool_mask
         seen, extra = completions_seen(trajectories, texts), {COLUMN: trajectories}
         generated = Generated(*lists, seen, None, extra, None, [])
-        return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, played=played)
+        supports = supports_of(trajectories) if request.supports else []
+        return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, supports, played=played)
 
     def _texts(self, prompts: Sequence[Any], prompt_ids: list[list[int]], ids: list[list[int]]) -> list[Any]:
         """Decode completions as TRL does."""

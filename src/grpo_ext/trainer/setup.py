@@ -122,7 +122,7 @@ def check(
     rollouts, peft_config = ready.rollouts, trl.get("peft_config")
     problems: list[Problem] = [*missing(args), *_uninstalled(args, trl.get("optimizers")), *data.problems, *found]
     problems += [*setting_problems(specs, args), *beside_problems(specs, rollouts)]
-    problems += [*rollout_problems(args, rollouts), *process_engine.rollout_problems(args, rollouts)]
+    problems += [*rollout_problems(args, rollouts["rollout_func"]), *process_engine.rollout_problems(args, rollouts)]
     problems += quantized_problems(args, model, trl.get("quantization_config"))
     adapters = [peft_config] if peft_config is not None else [*getattr(model, "peft_config", {}).values()]
     problems += [problem for config in adapters for problem in peft_problems(config)]

@@ -136,7 +136,7 @@ def main(output: Path, settings: dict) -> None:
         environments=settings.get("environments"),
     )
     before = {n: whole(p) for n, p in trainer.model.named_parameters() if not p.requires_grad}
-    if settings["mode"] == "colocate":
+    if settings["mode"] == "colocate" and trainer.use_vllm:
         sizes = trainer.vllm_generation.llm.llm_engine.vllm_config.scheduler_config
         found = {"batched": sizes.max_num_batched_tokens, "sequences": sizes.max_num_seqs}
         (output / "engine.json").write_text(json.dumps(found))

@@ -45,7 +45,7 @@ def test_a_truncated_sampler_returns_the_tokens_that_it_kept(tied, address, tmp_
     config["top_k"] = 5
     _, said, code = train(tmp_path / "more", "server", tied, check=False, **address, config=config)
     assert code != 0
-    assert "max_logprobs=20: the loss needs the tokens that top_k keeps, and some to spare, 21" in said
+    assert "max_logprobs=20: the loss reads the sampling support from as many log-probabilities, 21" in said
 
 
 def test_lora_arrives_merged(tied, address, tmp_path):

@@ -1,5 +1,6 @@
 """TRL's vLLM client with a limit on every wait: requests, and what tells a server from a restarted one."""
 
+import json
 import math
 import threading
 import time
@@ -19,6 +20,10 @@ POLL_SECONDS = 5.0
 TOO_MANY_REQUESTS = 429
 FRESH_SECONDS = 1.0
 """Age up to which metrics of the server are read again; a server takes longer to restart."""
+UNLABELLED = "default"
+"""vLLM's label of weights that were not pushed."""
+WEIGHTS = ", weights "
+"""Precedes the label in an identity."""
 
 
 class Client(VLLMClient):
@@ -36,8 +41,9 @@ class Client(VLLMClient):
         self.timeout = self.patience = timeout
         self.serving: str | None = None
         """Identity of the server that has the weights; a restarted one has another."""
-        self._metrics = threading.Lock()
-        self._metrics_read: tuple[float, str | None] = (-math.inf, None)
+        self._reading = threading.Lock()
+        self._pages: dict[str, tuple[float, str | None]] = {}
+        """Time and text of pages of the server."""
         self._sent = 0
         """Weights handed to the transfer, which count as progress."""
         self._failures = 0
@@ -123,42 +129,71 @@ class Client(VLLMClient):
         raise ServerTrouble(problem)
 
     def _metric(self, *names: str, within: float = POLL_SECONDS) -> float | None:
-        """Return the sum of the server's metrics whose lines begin with `names`, or None without an answer in time.
-
-        The threads of many requests share what one of them has read.
-        """
-        with self._metrics:
-            at, text = self._metrics_read
-            if time.monotonic() - at > FRESH_SECONDS:
-                try:
-                    text = requests.get(f"{self.base_url}/metrics", timeout=min(within, POLL_SECONDS)).text
-                except requests.RequestException:
-                    text = None
-                self._metrics_read = time.monotonic(), text
-        if text is None:
+        """Return the sum of the server's metrics whose lines begin with `names`, or None without an answer in time."""
+        if (text := self._page("/metrics", within)) is None:
             return None
         return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(names))
+
+    def _page(self, path: str, within: float = POLL_SECONDS) -> str | None:
+        """Return the text of a page, which the threads of many requests share, or None without an answer in time."""
+        with self._reading:
+            at, text = self._pages.get(path, (-math.inf, None))
+            if time.monotonic() - at > FRESH_SECONDS:
+                try:
+                    text = requests.get(f"{self.base_url}{path}", timeout=min(within, POLL_SECONDS)).text
+                except requests.RequestException:
+                    text = None
+                self._pages[path] = time.monotonic(), text
+        return text
 
     def _tokens_processed(self, within: float) -> float | None:
         return self._metric("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{", within=within)
 
     def identity(self) -> str | None:
-        """Return what tells the server from a restarted one, or None if it does not answer.
+        """Return what tells the server from a restarted one, and its weights' label; None if it does not answer.
 
         Without a start time, as where several processes take its requests, it is the identifier of its configuration.
+        Releases of vLLM before 0.31 have no label.
         """
-        if (start := self._metric("process_start_time_seconds ")) is None:
+        start, page = self._metric("process_start_time_seconds "), self._page("/weight_info")
+        if start is None or page is None:
             return None
-        return f"started at {start}" if start else str(self.get_server_info()["instance_id"])
+        found = f"started at {start}" if start else str(self.get_server_info()["instance_id"])
+        try:
+            label = json.loads(page).get("weight_version") or UNLABELLED
+        except ValueError:
+            label = UNLABELLED
+        return found if label == UNLABELLED else f"{found}{WEIGHTS}{label}"
+
+    def check_serving(self) -> None:
+        """Check that the server still has the weights of the last push.
+
+        Raises:
+            ServerTrouble: it has been restarted.
+            RuntimeError: another run has pushed its weights since.
+        """
+        if self.identity() in (None, self.serving):
+            return
+        self._pages.clear()  # of before the last push
+        found, served = self.identity(), str(self.serving)
+        if found in (None, self.serving):
+            return
+        server, _, label = str(found).partition(WEIGHTS)
+        if label and server == served.partition(WEIGHTS)[0]:
+            raise RuntimeError(
+                f"the vLLM server at {self.base_url} has the weights of another run ({label}). End it, or start a "
+                "server for this one."
+            )
+        raise ServerTrouble(f"{self.base_url} has been restarted")
 
     def generate(self, prompts: list[list[int]], **settings: Any) -> dict[str, Any]:  # type: ignore[override]
         """Generate as TRL's does, from any thread.
 
         Raises:
             ServerTrouble: the server did not answer, or has lost the weights that were pushed.
+            RuntimeError: it refuses the request, or has the weights of another run.
         """
-        if self.identity() not in (None, self.serving):  # restarted between two requests
-            raise ServerTrouble(f"{self.base_url} has been restarted")
+        self.check_serving()
         try:
             answer: dict[str, Any] = super().generate(prompts, **settings)
             rows = answer["completion_ids"]

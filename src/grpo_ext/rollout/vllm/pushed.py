@@ -16,10 +16,11 @@ from accelerate.utils.other import get_free_port
 from torch import Tensor
 from trl.generation import vllm_generation
 
+from grpo_ext.config.truncation import unbounded_problems
 from grpo_ext.config.vllm import sharded_problem
 from grpo_ext.errors import ABSENT, ConfigError, ServerLost
 from grpo_ext.rollout.vllm.colocated import engine_settings
-from grpo_ext.rollout.vllm.requester import TIES
+from grpo_ext.rollout.vllm.requester import most_logprobs
 from grpo_ext.rollout.vllm.server import (
     PROBE,
     ServerFacts,
@@ -54,7 +55,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         weight_transfer: 'auto', 'nccl' or 'gloo'.
         dtype: of the sampler's weights in colocate mode.
         engine_kwargs: further options of the engine, `vllm_engine_kwargs`.
-        with_support: whether vLLM returns the sampling support; `top_k` bounds its size.
+        with_support: whether vLLM returns the sampling support.
 
     Raises:
         ServerLost: no server within `vllm_server_timeout`; on all processes.
@@ -113,7 +114,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
     @property
     def likeliest(self) -> int:
         """Number of likely tokens to request beside the sampled one, where the support is wanted."""
-        return min(self.top_k + TIES, self._vocabulary) if self.with_support else 0
+        return min(most_logprobs(self.top_k), self._vocabulary) if self.with_support else 0
 
     @property
     def _vocabulary(self) -> int:
@@ -129,13 +130,15 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
-        needed = {"max_logprobs": self.top_k + TIES} if self.with_support else {}
+        needed = {"max_logprobs": most_logprobs(self.top_k)} if self.with_support else {}
         with engine_settings(dtype, {**self.engine_kwargs, **needed}):
             super()._init_vllm()
 
     def _check_policy(self) -> None:
         """Check that the engine can be given this policy."""
         problems = [*unpushable(self.model, on_cpu=self.accelerator.device.type == "cpu")]
+        if self.with_support:
+            problems += unbounded_problems(self.top_k, self._vocabulary)
         if is_quantised(self.model) and (self._dist.is_fsdp or self._dist.is_zero3):
             problems.append(sharded_problem("quantization_config", ABSENT))
         if problems:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from grpo_ext.config.truncation import WHOLE
 from grpo_ext.errors import ServerLost
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.support_log import encoded_lists
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 Call: TypeAlias = Callable[[], list[Sampled]]
 TIES = 16
 """Tokens beyond top_k that vLLM is asked for: it may keep all that are as likely as the last one."""
+
+
+def most_logprobs(top_k: int) -> int:
+    """Return the number of log-probabilities at a token that a sampling support is read from."""
+    return top_k + TIES if top_k else WHOLE
+
+
 MINUS_INFINITY = -9999.0
 """A server's way to write minus infinity."""
 

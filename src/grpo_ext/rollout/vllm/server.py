@@ -95,7 +95,7 @@ _REASONS = {
     "max_model_len": "prompt and completion of the recipe may have {} tokens",
     "dtype": "the recipe asks for {}",
     "logprobs_mode": "the correction of the sampler needs {}",
-    "max_logprobs": "the loss needs the tokens that top_k keeps, and some to spare, {}",
+    "max_logprobs": "the loss reads the sampling support from as many log-probabilities, {}",
     "weight_transfer": "the trainer sends weights by {}",
     "probe_ids": "the recipe's tokenizer encodes a probe text as {}, so the vocabularies differ",
 }

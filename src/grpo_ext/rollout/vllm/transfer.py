@@ -51,7 +51,7 @@ class WeightClient(Client):
     def __init__(self, base_url: str, timeout: float, group_port: int, transfer: str) -> None:
         self.group_port, self.transfer = group_port, transfer
         self.owner = f"{socket.gethostname()}:{os.getpid()}@{time.time_ns()}"
-        self.bytes_sent = self._groups_opened = 0
+        self.bytes_sent = self._groups_opened = self._pushes = 0
         self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
         self._updating = False
@@ -194,8 +194,13 @@ class WeightClient(Client):
         super()._start_weight_update()
 
     def _finish_weight_update(self) -> None:
-        super()._finish_weight_update()
+        """Label the weights, so that those of another run are recognised; vLLM before 0.31 ignores a label."""
+        self._pushes += 1
+        label = {"weight_version": f"{self.owner}, push {self._pushes}"}
+        self._post(f"{self.base_url}/finish_weight_update", json=label)
         self._updating = False
+        self._pages.clear()
+        self.serving = self.identity() or self.serving
 
     def _counted(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for named in tensors:
@@ -209,7 +214,9 @@ class WeightClient(Client):
 
         Raises:
             ServerTrouble: they did not arrive.
+            RuntimeError: another run trains with the server.
         """
+        self.check_serving()
         specs = specs_of(metadata)
         self.bytes_sent = sum(spec.nbytes for spec in specs)
         if self.engine == "nccl":
