@@ -41,6 +41,16 @@ def sharded_problem(setting: str, value: object) -> Problem:
     return Problem(setting, value, reason, cure, {"use_vllm": True})
 
 
+def adapter_problem(reason: str) -> Problem:
+    """Return the problem of an adapter that vLLM cannot hold."""
+    return Problem("vllm_push", "adapter", reason, "Set vllm_push: auto, which then pushes merged weights.")
+
+
+def adapter_versions(config: GRPOExtArguments) -> int:
+    """Return the number of versions of an adapter that vLLM holds: those in flight, and the one that comes."""
+    return int(config.rollout_ahead) + 2
+
+
 def splits_weights() -> bool:
     """Return whether `accelerate launch` has asked for FSDP or ZeRO-3."""
     zero3 = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"

@@ -193,7 +193,7 @@ class RolloutsAhead:
         if orders.publish is None:
             return
         with self.trainer._times.during("weight_push"):
-            if samples_by_server(self.trainer.args):  # it replaces the weights of windows that are not yet sampled
+            if self.sampler.overwrites:  # windows that are not yet sampled need the version before
                 running.background.wait_for_samples()
             self.sampler.publish(orders.publish)
         for window in orders.submit:

@@ -1,14 +1,19 @@
 """The engine of `vllm_mode: colocate`: how TRL builds it, and how each row gets a seed."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from trl.generation import vllm_generation
 
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.rollout.vllm.adapter_files import write_adapter
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
 from grpo_ext.rollout.vllm.requester import Request
 
@@ -48,6 +53,30 @@ def each_seeded(
     for params, row in zip(each, rows, strict=True):
         params.seed, params.max_tokens = row.seed, row.limit
     return generate(prompts, sampling_params=each, **options)
+
+
+class HeldAdapter:
+    """The adapter that an engine in this process samples by; it has no other."""
+
+    request: Any = None
+    """vLLM's `LoRARequest`; None: the engine samples by its weights."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="grpo-ext-", ignore_cleanup_errors=True)
+
+    def replace(self, engine: Any, name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Load an adapter, then drop the one before, which stays if this fails."""
+        from vllm.lora.request import LoRARequest
+
+        before, folder = self.request, Path(self._folder.name, name)
+        write_adapter(folder, config, tensors)
+        request = LoRARequest(name, before.lora_int_id + 1 if before else 1, str(folder))
+        if not engine.add_lora(request):
+            raise RuntimeError(f"vLLM has not loaded the adapter in {folder}")
+        self.request = request
+        if before is not None:
+            engine.remove_lora(before.lora_int_id)
+            shutil.rmtree(before.lora_path, ignore_errors=True)
 
 
 def of_all_ranks(rows: list[Request], ranks: int, group: object) -> tuple[list[Request], int]:

@@ -5,7 +5,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from functools import partial
@@ -18,10 +18,22 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.rollout.vllm.client import Client
-from grpo_ext.rollout.vllm.gloo import BACKEND, TAKEN, TRAINER_RANK, mark, open_group, open_store, send, specs_of
+from grpo_ext.rollout.vllm.gloo import (
+    BACKEND,
+    OVERWRITTEN,
+    TAKEN,
+    TRAINER_RANK,
+    mark,
+    open_group,
+    open_store,
+    send,
+    specs_of,
+)
 from grpo_ext.rollout.vllm.server import ServerTrouble
 from grpo_ext.waiting import in_thread
 
+LOADED = "has already been loaded"
+"""Part of vLLM's answer about an adapter that it holds."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 1.0
@@ -34,6 +46,11 @@ def address_seen_by(host: str | None) -> str:
     from vllm.utils.network_utils import get_ip
 
     return str(get_ip())
+
+
+def _folder(name: str) -> str:
+    """Return the folder of an adapter on the server's machine; all its processes have this one."""
+    return f"/tmp/{name}"
 
 
 class WeightClient(Client):
@@ -55,6 +72,7 @@ class WeightClient(Client):
         self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
         self._updating = False
+        self._held, self._held_by = set[str](), ""
         super().__init__(base_url, timeout)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
@@ -210,16 +228,24 @@ class WeightClient(Client):
         Raises:
             ServerTrouble: they did not arrive.
         """
-        specs = specs_of(metadata)
-        self.bytes_sent = sum(spec.nbytes for spec in specs)
+        self.bytes_sent = sum(spec.nbytes for spec in specs_of(metadata))
         if self.engine == "nccl":
             self._send_by_nccl(metadata, named_params)
             return
+        self._send_by_gloo(metadata, named_params)
+
+    def _send_by_gloo(
+        self,
+        metadata: list[tuple[str, str, list[int]]],
+        named_params: Iterator[tuple[str, Tensor]],
+        adapter: Mapping[str, Any] | None = None,
+    ) -> None:
         if self._group is None or self._store is None:
             raise ServerTrouble(f"{self.base_url}: no transfer group is open")
         mark(self._store, self.owner)
+        specs = specs_of(metadata)
         names, dtypes, shapes = (list(column) for column in zip(*metadata, strict=True))
-        info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        info = {"names": names, "dtype_names": dtypes, "shapes": shapes, "adapter": adapter}
         self._start_weight_update()
         received = in_thread(  # its workers receive while the server handles the request
             lambda: self._post(f"{self.base_url}/update_weights", json={"update_info": info})
@@ -233,6 +259,42 @@ class WeightClient(Client):
         if broken is not None:
             raise ServerTrouble(f"{self.base_url}: weights did not arrive: {broken}") from broken
         self._finish_weight_update()
+
+    def hold(self, adapters: Mapping[str, Mapping[str, Tensor]], config: Mapping[str, Any]) -> None:
+        """Make the server hold these adapters, by name, and no others; those that it has are not sent again.
+
+        Those that go stay until all others have arrived.
+
+        Raises:
+            ServerTrouble: they did not arrive.
+            RuntimeError: the server cannot hold them.
+        """
+        if self._held_by != self.serving:  # a restarted server has none
+            self._held, self._held_by = set(), str(self.serving)
+        self.bytes_sent = 0
+        for name in adapters.keys() - self._held:
+            folders = [_folder(kept) for kept in self._held | adapters.keys()]
+            self._send_adapter(name, adapters[name], {"folder": _folder(name), "config": config, "keep": folders})
+            self._held.add(name)
+        for name in self._held - adapters.keys():
+            with suppress(RuntimeError):  # it is not there
+                self._post(f"{self.base_url}/v1/unload_lora_adapter", json={"lora_name": name})
+            self._held.remove(name)
+
+    def _send_adapter(self, name: str, tensors: Mapping[str, Tensor], adapter: Mapping[str, Any]) -> None:
+        metadata = [(key, str(t.dtype).removeprefix("torch."), list(t.shape)) for key, t in tensors.items()]
+        self.bytes_sent += sum(tensor.nbytes for tensor in tensors.values())
+        try:
+            self._send_by_gloo(metadata, iter(tensors.items()), adapter)
+            self._post(f"{self.base_url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": _folder(name)})
+        except (ServerTrouble, RuntimeError) as error:
+            if LOADED in str(error):  # by an attempt whose answer was lost
+                return
+            refused = OVERWRITTEN in str(error) or ("/v1/load_lora_adapter answered" in str(error) and self.healthy())
+            if not refused:
+                raise
+            cure = "Start it again by grpo-ext serve, or set vllm_push: merged."
+            raise RuntimeError(f"{self.base_url} does not take the adapter: {error}. {cure}") from error
 
     def reset_prefix_cache(self) -> None:
         """Remove what the server has cached by the weights before, as soon as it computes no request by them.
