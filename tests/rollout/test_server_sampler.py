@@ -52,6 +52,7 @@ class FakeGeneration:
     """The part of `Generation` that the sampler uses, before a `FakeServer`; the policy's weights are a number."""
 
     support_bound, server_url, server_timeout = None, "http://server", 5.0
+    adapts, adapter, kept = False, None, ()
 
     def __init__(self, server):
         self.server, self.policy, self.pushes, self.returns = server, 0, [], True

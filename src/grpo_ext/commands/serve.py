@@ -53,7 +53,7 @@ def transfer_engine(recipe: Recipe) -> str:
     return asked if asked != "auto" else "nccl" if by_nccl else BACKEND
 
 
-def adapter_slots(recipe: Recipe) -> Mapping[str, Any]:
+def adapter_slots(recipe: Recipe) -> dict[str, Any]:
     """Return the options by which the server has room for the adapters of a run that pushes them."""
     if recipe.training.vllm_push == "merged" or not (recipe.model.use_peft or is_adapter(model_path(recipe))):
         return {}
@@ -93,7 +93,7 @@ def wanted(recipe: Recipe) -> ServerFacts:
         logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps != "recomputed" or keeps else None,
         max_logprobs=c.top_k + TIES if keeps else None,
         weight_transfer=transfer_engine(recipe),
-        **adapter_slots(recipe),
+        **{"max_loras": 0} | adapter_slots(recipe),
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
     )
 

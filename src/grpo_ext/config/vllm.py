@@ -46,9 +46,13 @@ def adapter_problem(reason: str) -> Problem:
     return Problem("vllm_push", "adapter", reason, "Set vllm_push: auto, which then pushes merged weights.")
 
 
-def adapter_versions(config: GRPOExtArguments) -> int:
-    """Return the number of versions of an adapter that vLLM holds: those in flight, and the one that comes."""
-    return int(config.rollout_ahead) + 2
+def whole_weights(config: GRPOExtArguments) -> str | None:
+    """Return the setting that needs whole weights in each push; None: none does."""
+    if config.vllm_push == "merged":
+        return "vllm_push: merged"
+    if config.vllm_mode == "colocate":
+        return "vllm_enable_sleep_mode drops the base between rollouts" if config.vllm_enable_sleep_mode else None
+    return "vllm_weight_transfer: nccl sends whole weights" if config.vllm_weight_transfer == "nccl" else None
 
 
 def splits_weights() -> bool:

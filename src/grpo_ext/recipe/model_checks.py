@@ -1,7 +1,7 @@
 """Check a policy before its weights are loaded: whether GRPO can train it, and with the settings of a recipe."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from grpo_ext.config.adapters import base_of, is_adapter, peft_problems
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import as_far_as_sound, refusal
-from grpo_ext.config.vllm import adapter_problem, adapter_versions, leaves_packed, quantized_problem
+from grpo_ext.config.vllm import adapter_problem, leaves_packed, quantized_problem, whole_weights
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.loading import load_tokenizer_of
@@ -50,7 +50,7 @@ class InspectedPolicy:
     context: int | None = None
     unknown: str = ""
     push: str = ""
-    slots: Mapping[str, Any] = field(default_factory=dict)
+    slots: dict[str, Any] = field(default_factory=dict)
 
 
 def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[InspectedPolicy, list[Problem]]:
@@ -257,19 +257,14 @@ def _push_problems(
     policy: InspectedPolicy, adapted: PeftModel, model: ModelConfig, training: GRPOExtConfig
 ) -> Iterator[Problem]:
     """Choose what a push sends, and yield why it cannot be the adapter if the recipe asks for it."""
-    in_trainer = training.vllm_mode == "colocate"
-    sleeps, transfer = in_trainer and training.vllm_enable_sleep_mode, training.vllm_weight_transfer
-    reason = unheld(adapted, sleeps=sleeps, transfer="auto" if in_trainer else transfer)
-    if model.load_in_4bit or model.load_in_8bit or as_mapping(training.model_init_kwargs).get("quantization_config"):
-        reason = QUANTIZED
-    if training.vllm_push == "merged":
-        reason = "vllm_push: merged"
-    elif reason is not None and training.vllm_push == "adapter":
-        yield adapter_problem(reason)
-    if reason is not None:
+    given = as_mapping(training.model_init_kwargs).get("quantization_config")
+    packed = QUANTIZED if model.load_in_4bit or model.load_in_8bit or given else None
+    if (reason := whole_weights(training) or packed or unheld(adapted)) is not None:
         policy.push = f"whole weights, with the adapter merged: {reason}"
+        if training.vllm_push == "adapter":
+            yield adapter_problem(reason)
         return
-    policy.slots = slots(adapted, adapter_versions(training))
+    policy.slots = slots(adapted, training.rollout_ahead)
     sizes = f"{policy.trained / 1e6:.2f} M numbers instead of {policy.parameters / 1e6:.2f} M"
     policy.push = f"the adapter alone, {sizes}, in up to {policy.slots['max_loras']} versions side by side"
 

@@ -65,10 +65,6 @@ class Sampler(Protocol):
     def versions(self) -> frozenset[int]:
         """Numbers of the versions that it has."""
 
-    @property
-    def overwrites(self) -> bool:
-        """Whether a version that is published takes the place of the one before."""
-
     def publish(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Copy the policy's present weights, or a copy of older ones, under this number.
 

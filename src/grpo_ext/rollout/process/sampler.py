@@ -69,8 +69,6 @@ class ProcessSampler:
         self._one_at_a_time, self._starting = threading.Lock(), threading.Lock()
         self._closed = False
 
-    overwrites = False
-
     @property
     def versions(self) -> frozenset[int]:
         """Numbers of the versions that are published."""

@@ -15,17 +15,10 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base as it is on disk."""
 QUANTIZED = "the base is quantized, and the one that vLLM loads is not"
-_FACTORS = ("lora_A.", "lora_B.")
 
 
-def unheld(model: nn.Module, *, sleeps: bool, transfer: str) -> str | None:
-    """Return why vLLM cannot hold the adapter of `model` beside the base that it loads from disk; None: it can.
-
-    Args:
-        model: the policy, perhaps without data.
-        sleeps: whether the engine drops its weights between rollouts.
-        transfer: `vllm_weight_transfer`, of a server.
-    """
+def unheld(model: nn.Module) -> str | None:
+    """Return why vLLM cannot hold the adapter of `model` beside the base that it loads from disk; None: it can."""
     if not isinstance(model, PeftModel):
         return "all weights are trained"
     if len(model.active_adapters) != 1:
@@ -40,36 +33,25 @@ def unheld(model: nn.Module, *, sleeps: bool, transfer: str) -> str | None:
         return QUANTIZED
     if base.config.get_text_config() is not base.config:
         return "the model has more than a decoder of text"
-    return _unheld_module(model, base) or _unheld_setting(rank_of(model), sleeps, transfer)
-
-
-def _unheld_module(model: PeftModel, base: Any) -> str | None:
-    parameters = dict(model.named_parameters())
-    if any(".experts." in name for name in parameters):
-        return "the model is a mixture of experts"
-    name, head = model.active_adapters[0], base.get_output_embeddings()
-    for module, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
-            module = module.removeprefix("base_model.model.")
-            if variant := layer.lora_variant.get(name):
-                return f"{type(variant).__name__} on {module} is more than A and B"
-            if layer is head or not isinstance(layer.base_layer, nn.Linear):
-                return f"{module} is no linear layer of the decoder"
-    beside = (n for n, p in parameters.items() if p.requires_grad and not (n.endswith("weight") and _is_factor(n)))
-    trained = next(beside, None)
-    return None if trained is None else f"{trained.removeprefix('base_model.model.')} is trained, which is not A or B"
-
-
-def _is_factor(name: str) -> bool:
-    return any(factor in name for factor in _FACTORS)
-
-
-def _unheld_setting(rank: int, sleeps: bool, transfer: str) -> str | None:
-    if rank > RANKS[-1]:
+    if (rank := rank_of(model)) > RANKS[-1]:
         return f"vLLM holds ranks up to {RANKS[-1]}, and this is {rank}"
-    if sleeps:
-        return "vllm_enable_sleep_mode drops the base between rollouts"
-    return "vllm_weight_transfer: nccl takes whole weights" if transfer == "nccl" else None
+    return next(_unheld_modules(model, base.get_output_embeddings()), None)
+
+
+def _unheld_modules(model: PeftModel, head: object) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix("base_model.model.")
+        if ".experts." in name:
+            yield "the model is a mixture of experts"
+        factor = name.endswith("weight") and ("lora_A." in name or "lora_B." in name)
+        if parameter.requires_grad and not factor:
+            yield f"{name} is trained, which is not A or B of a linear layer"
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            if any(layer.lora_variant.values()):
+                yield "vLLM computes plain LoRA, and this is a variant"
+            if layer is head or not isinstance(layer.base_layer, nn.Linear):
+                yield f"{name.removeprefix('base_model.model.')} is no linear layer of the decoder"
 
 
 def rank_of(model: PeftModel) -> int:
@@ -78,17 +60,12 @@ def rank_of(model: PeftModel) -> int:
     return max(int(layer.r[name]) for layer in model.modules() if isinstance(layer, LoraLayer) and name in layer.r)
 
 
-def slots(model: PeftModel, versions: int) -> dict[str, Any]:
-    """Return the options by which vLLM keeps room for `versions` of an adapter that it can hold."""
-    return {"max_lora_rank": next(rank for rank in RANKS if rank >= rank_of(model)), "max_loras": versions}
+def slots(model: PeftModel, ahead: int) -> dict[str, Any]:
+    """Return the options by which vLLM has room for an adapter that it can hold.
 
-
-def described(model: PeftModel) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`, for tensors whose scaling is 1."""
-    prefixes = (prefix for prefix, layers, _ in places(base_model(model)) if layers)
-    targets = sorted({prefix.split(".")[-2] for prefix in prefixes})
-    rank = rank_of(model)
-    return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    With `rollout_ahead: ahead` so many versions are sampled by; the next one and that of an evaluation come beside.
+    """
+    return {"max_lora_rank": next(rank for rank in RANKS if rank >= rank_of(model)), "max_loras": ahead + 2}
 
 
 def adapter_weights(

@@ -1,7 +1,6 @@
 """The engine of `vllm_mode: colocate`: how TRL builds it, and how each row gets a seed."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,28 +54,20 @@ def each_seeded(
     return generate(prompts, sampling_params=each, **options)
 
 
-class HeldAdapter:
-    """The adapter that an engine in this process samples by; it has no other."""
+def load_adapter(
+    engine: Any, name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], before: Any = None
+) -> object:
+    """Load an adapter into an engine and return vLLM's request of it; the one `before` goes if this succeeds."""
+    from vllm.lora.request import LoRARequest
 
-    request: Any = None
-    """vLLM's `LoRARequest`; None: the engine samples by its weights."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="grpo-ext-", ignore_cleanup_errors=True)
-
-    def replace(self, engine: Any, name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Load an adapter, then drop the one before, which stays if this fails."""
-        from vllm.lora.request import LoRARequest
-
-        before, folder = self.request, Path(self._folder.name, name)
-        write_adapter(folder, config, tensors)
+    with tempfile.TemporaryDirectory(prefix="grpo-ext-") as parent:
+        write_adapter(folder := Path(parent, "adapter"), config, tensors)
         request = LoRARequest(name, before.lora_int_id + 1 if before else 1, str(folder))
         if not engine.add_lora(request):
-            raise RuntimeError(f"vLLM has not loaded the adapter in {folder}")
-        self.request = request
-        if before is not None:
-            engine.remove_lora(before.lora_int_id)
-            shutil.rmtree(before.lora_path, ignore_errors=True)
+            raise RuntimeError(f"vLLM has not loaded the adapter {name}")
+    if before is not None:
+        engine.remove_lora(before.lora_int_id)
+    return request
 
 
 def of_all_ranks(rows: list[Request], ranks: int, group: object) -> tuple[list[Request], int]:

@@ -129,9 +129,7 @@ class Generation(PushedEngine):
     ) -> Completions:
         """Generate by the engine in this process; ranks that share one may have different numbers of seeded rows."""
         prompts = [context for request in requests for context in request.contexts]
-        generate = self.llm.generate
-        if self.adapts:
-            generate = partial(generate, lora_request=self.colocated.request)
+        generate = partial(self.llm.generate, **{"lora_request": self._loaded} if self.adapts else {})
         if requests and requests[0].seed is None:
             with temporarily(self.llm, generate=generate):
                 return super().generate(prompts, images, group, profiler)

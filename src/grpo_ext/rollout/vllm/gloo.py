@@ -18,8 +18,6 @@ BACKEND = "gloo"
 TRAINER_RANK = 0
 TAKEN = "this server gets weights"
 """Begins the answer of a server to a second run."""
-OVERWRITTEN = "whole weights of an earlier push have replaced this server's base, which an adapter needs"
-"""Answer of a server to an adapter that would come to another base than its own."""
 _OWNER = "owner"
 """Key that a trainer's store has while it trains; its value is the run."""
 JOIN_SECONDS = 30.0

@@ -20,8 +20,8 @@ from trl.generation import vllm_generation
 
 from grpo_ext.config.vllm import adapter_problem, sharded_problem
 from grpo_ext.errors import ABSENT, ConfigError, ServerLost
-from grpo_ext.rollout.vllm.adapters import adapter_weights, described, slots, unheld
-from grpo_ext.rollout.vllm.colocated import HeldAdapter, engine_settings
+from grpo_ext.rollout.vllm.adapters import adapter_weights, slots, unheld
+from grpo_ext.rollout.vllm.colocated import engine_settings, load_adapter
 from grpo_ext.rollout.vllm.gloo import BACKEND
 from grpo_ext.rollout.vllm.requester import TIES
 from grpo_ext.rollout.vllm.server import (
@@ -60,7 +60,8 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         engine_kwargs: further options of the engine, `vllm_engine_kwargs`.
         with_support: whether vLLM returns the sampling support; `top_k` bounds its size.
         push: 'auto', 'adapter' or 'merged', `vllm_push`.
-        versions: adapters that the engine needs side by side.
+        whole: why the other settings need whole weights, if they do.
+        ahead: `rollout_ahead`.
 
     Raises:
         ServerLost: no server within `vllm_server_timeout`; on all processes.
@@ -75,6 +76,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
     """Whether pushes send the adapter alone."""
     adapter: str | None = None
     """Name of the adapter of the last push."""
+    _loaded: object = None
     kept: Collection[str] = ()
     """Adapters of earlier pushes that still sample; a server holds them too."""
     _served_dtype: str | None = None
@@ -88,16 +90,17 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
         with_support: bool = False,
         push: str = "auto",
-        versions: int = 2,
+        whole: str | None = None,
+        ahead: int = 0,
         **kwargs: Any,
     ) -> None:
         self.weight_transfer = weight_transfer
         self.dtype = dtype
         self.engine_kwargs = engine_kwargs
         self.with_support = with_support
-        self.push, self.slots = push, dict[str, Any](max_loras=versions)
+        self.push, self.whole, self.ahead = push, whole, ahead
         self._held: dict[str, dict[str, Tensor]] = {}
-        self._lock, self._pushes = threading.Lock(), 0
+        self._lock = threading.Lock()
         self.sync_seconds = 0.0
         self.sync_bytes = 0
         self.pushing: Callable[[], AbstractContextManager[None]] = nullcontext  # the trainer's timer
@@ -151,7 +154,6 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         needed: dict[str, Any] = {"max_logprobs": self.top_k + TIES} if self.with_support else {}
         if self.adapts:
             needed |= {"enable_lora": True, **self.slots}
-            self.colocated = HeldAdapter()
         with engine_settings(dtype, {**self.engine_kwargs, **needed}):
             super()._init_vllm()
 
@@ -169,22 +171,17 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         Raises:
             ConfigError: `vllm_push` is 'adapter', and vLLM cannot hold it.
         """
-        self._run = broadcast(f"grpo-ext-{time.time_ns()}")
-        if self.push == "merged":
-            return
-        sleeps, transfer = self.enable_sleep_mode and self.mode == "colocate", self.weight_transfer
-        reason = unheld(self.model, sleeps=sleeps, transfer=transfer if self.mode == "server" else "auto")
-        if reason is not None:
-            self._merges(reason)
-            return
-        self.adapts, policy = True, cast(PeftModel, self.model)
-        self.slots, self._described = slots(policy, self.slots["max_loras"]), described(policy)
+        if (reason := self.whole or unheld(self.model)) is not None:
+            return self._merge(reason)
+        self.adapts, self.slots = True, slots(cast(PeftModel, self.model), self.ahead)
+        rank = self.slots["max_lora_rank"]  # scaling is in B, and vLLM takes ranks and names from the tensors
+        self._config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
 
-    def _merges(self, reason: str) -> None:
+    def _merge(self, reason: str) -> None:
         if self.push == "adapter":
             raise ConfigError([adapter_problem(reason)])
         self.adapts = False
-        if is_peft_model(self.model) and self.accelerator.is_main_process:
+        if self.push == "auto" and is_peft_model(self.model) and self.accelerator.is_main_process:
             logger.warning(f"Each push to vLLM sends whole weights, with the adapter merged: {reason}.")
 
     def _connect(self) -> None:
@@ -213,14 +210,13 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
         facts = server_facts(url)
         if self.adapts and self._served_dtype is None and not facts.max_loras:
-            self._merges("the server was started without room for adapters (grpo-ext serve makes it)")
+            self._merge("the server was started without room for adapters (grpo-ext serve makes it)")
         needed = ServerFacts(max_model_len=self.max_completion_length + 1, probe_ids=probe)
         if self.with_support:
             needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self.likeliest)
         elif facts.logprobs_mode != "raw_logprobs" or self.temperature != 1.0:  # at 1 they are the sampler's too
             needed = replace(needed, logprobs_mode="processed_logprobs")
-        if self.adapts:
-            needed = replace(needed, **self.slots)
+        needed = replace(needed, **self.slots if self.adapts else {"max_loras": 0})
         needed, self._served_dtype = replace(needed, dtype=self._served_dtype), self._served_dtype or facts.dtype
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         better = ServerFacts(model=self.model.name_or_path, dtype=dtype)
@@ -320,10 +316,10 @@ class PushedEngine(vllm_generation.VLLMGeneration):
             self._fix_param_name_to_vllm(name): tensor
             for name, tensor in adapter_weights(policy, self.sampler_dtype, gather, device)
         }
-        self.sync_bytes, self._pushes = sum(tensor.nbytes for tensor in tensors.values()), self._pushes + 1
-        name = f"{self._run}-{self._pushes}"
+        self.sync_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        name = broadcast(f"/tmp/grpo-ext-{time.time_ns()}")
         if self.mode == "colocate":
-            self.colocated.replace(self.llm.llm_engine, name, self._described, tensors)
+            self._loaded = load_adapter(self.llm.llm_engine, name, self._config, tensors, self._loaded)
         else:
             self._held = {kept: self._held[kept] for kept in self.kept if kept in self._held} | {name: tensors}
             self.on_main(partial(self.push_again, HostCopy()))
@@ -370,7 +366,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
                     self.reopen(failures)
                 try:
                     if self.adapts:
-                        return self.vllm_client.hold(self._held, self._described)
+                        return self.vllm_client.hold(self._held, self._config)
                     return self._send(copy.named(self.accelerator.device))
                 except ServerTrouble as error:
                     failures.append(error)

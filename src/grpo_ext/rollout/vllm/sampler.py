@@ -139,11 +139,6 @@ class ServerSampler:
         """Numbers of the versions that the server has: at most one of whole weights."""
         return frozenset(self._adapters)
 
-    @property
-    def overwrites(self) -> bool:
-        """Whether a push replaces the version before."""
-        return not self._generation.adapts
-
     def _open(self) -> None:
         """Connect this process, which only sends requests unless it is the main one; collective."""
         generation, main = self._generation, self._generation.accelerator.is_main_process
@@ -174,11 +169,11 @@ class ServerSampler:
         """
         if self._closed.is_set():
             self._open()
-        with self._alone() if self.overwrites else nullcontext():
+        beside = self._generation.adapts
+        with nullcontext() if beside else self._alone():
             self._generation.sync_weights(self._copy)
             self._client.serving = broadcast(self._client.serving)
-            others = {} if self.overwrites else self._adapters
-            self._keep({**others, version: self._generation.adapter})
+            self._keep({**(self._adapters if beside else {}), version: self._generation.adapter})
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -204,7 +199,7 @@ class ServerSampler:
 
     def forget(self, version: int) -> None:
         """Let the next push drop an adapter; whole weights stay until a push replaces them."""
-        if not self.overwrites:
+        if self._generation.adapts:
             self._keep({number: name for number, name in self._adapters.items() if number != version})
 
     def _keep(self, adapters: dict[int, str | None]) -> None:

@@ -44,10 +44,10 @@ class ServerFacts:
     weight_transfer: str | None = None
     probe_ids: tuple[int, ...] | None = None
     max_logprobs: float | None = None
-    max_lora_rank: int | None = None
-    max_loras: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     """The whole configuration, as the server reports it."""
+    max_lora_rank: int | None = None
+    max_loras: int | None = None
 
 
 def server_facts(url: str) -> ServerFacts:
@@ -101,13 +101,14 @@ _REASONS = {
     "logprobs_mode": "the correction of the sampler needs {}",
     "max_logprobs": "the loss needs the tokens that top_k keeps, and some to spare, {}",
     "max_lora_rank": "the adapter needs room for the rank {}",
-    "max_loras": "{} versions of the adapter may be there at once",
+    "max_loras": "{} versions of an adapter may be there at once; a server with room for them takes no whole weights",
     "weight_transfer": "the trainer sends weights by {}",
     "probe_ids": "the recipe's tokenizer encodes a probe text as {}, so the vocabularies differ",
 }
 _FITS: dict[str, Callable[[Any, Any], bool]] = {
     "model": _same_model,
-    **dict.fromkeys(("max_model_len", "max_logprobs", "max_lora_rank", "max_loras"), lambda want, have: have >= want),
+    **dict.fromkeys(("max_model_len", "max_logprobs", "max_lora_rank"), lambda want, have: have >= want),
+    "max_loras": lambda want, have: have >= want if want else not have,
 }
 _CURE = "Start the server by `grpo-ext serve --config RECIPE`, or correct the recipe."
 

@@ -18,22 +18,10 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.rollout.vllm.client import Client
-from grpo_ext.rollout.vllm.gloo import (
-    BACKEND,
-    OVERWRITTEN,
-    TAKEN,
-    TRAINER_RANK,
-    mark,
-    open_group,
-    open_store,
-    send,
-    specs_of,
-)
+from grpo_ext.rollout.vllm.gloo import BACKEND, TAKEN, TRAINER_RANK, mark, open_group, open_store, send, specs_of
 from grpo_ext.rollout.vllm.server import ServerTrouble
 from grpo_ext.waiting import in_thread
 
-LOADED = "has already been loaded"
-"""Part of vLLM's answer about an adapter that it holds."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 1.0
@@ -46,11 +34,6 @@ def address_seen_by(host: str | None) -> str:
     from vllm.utils.network_utils import get_ip
 
     return str(get_ip())
-
-
-def _folder(name: str) -> str:
-    """Return the folder of an adapter on the server's machine; all its processes have this one."""
-    return f"/tmp/{name}"
 
 
 class WeightClient(Client):
@@ -72,7 +55,7 @@ class WeightClient(Client):
         self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
         self._updating = False
-        self._held, self._held_by = set[str](), ""
+        self._held = set[str]()
         super().__init__(base_url, timeout)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
@@ -93,7 +76,8 @@ class WeightClient(Client):
             )
         self.engine = wanted
         identity = self.identity()
-        self._updating &= identity == self.serving  # a restarted server has no unfinished push
+        if identity != self.serving:  # a restarted server has no unfinished push and no adapter
+            self._updating, self._held = False, set()
         self.serving = identity
         if wanted == "nccl":
             self._open_nccl(torch.device(device))
@@ -221,29 +205,24 @@ class WeightClient(Client):
             yield named
 
     def update_named_params(
-        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
-    ) -> None:
-        """Send all weights.
-
-        Raises:
-            ServerTrouble: they did not arrive.
-        """
-        self.bytes_sent = sum(spec.nbytes for spec in specs_of(metadata))
-        if self.engine == "nccl":
-            self._send_by_nccl(metadata, named_params)
-            return
-        self._send_by_gloo(metadata, named_params)
-
-    def _send_by_gloo(
         self,
         metadata: list[tuple[str, str, list[int]]],
         named_params: Iterator[tuple[str, Tensor]],
         adapter: Mapping[str, Any] | None = None,
     ) -> None:
+        """Send all weights, or by gloo those of an adapter; `adapter` is then what the server writes beside them.
+
+        Raises:
+            ServerTrouble: they did not arrive.
+        """
+        specs = specs_of(metadata)
+        self.bytes_sent = sum(spec.nbytes for spec in specs)
+        if self.engine == "nccl":
+            self._send_by_nccl(metadata, named_params)
+            return
         if self._group is None or self._store is None:
             raise ServerTrouble(f"{self.base_url}: no transfer group is open")
         mark(self._store, self.owner)
-        specs = specs_of(metadata)
         names, dtypes, shapes = (list(column) for column in zip(*metadata, strict=True))
         info = {"names": names, "dtype_names": dtypes, "shapes": shapes, "adapter": adapter}
         self._start_weight_update()
@@ -261,37 +240,34 @@ class WeightClient(Client):
         self._finish_weight_update()
 
     def hold(self, adapters: Mapping[str, Mapping[str, Tensor]], config: Mapping[str, Any]) -> None:
-        """Make the server hold these adapters, by name, and no others; those that it has are not sent again.
+        """Make the server hold these adapters and no others; those that go stay until all others have arrived.
 
-        Those that go stay until all others have arrived.
+        Args:
+            adapters: tensors by the adapter's name, which is also its folder on the server's machine.
+            config: of all of them, as in `adapter_config.json`.
 
         Raises:
             ServerTrouble: they did not arrive.
             RuntimeError: the server cannot hold them.
         """
-        if self._held_by != self.serving:  # a restarted server has none
-            self._held, self._held_by = set(), str(self.serving)
-        self.bytes_sent = 0
         for name in adapters.keys() - self._held:
-            folders = [_folder(kept) for kept in self._held | adapters.keys()]
-            self._send_adapter(name, adapters[name], {"folder": _folder(name), "config": config, "keep": folders})
+            self._send_adapter(adapters[name], {"folder": name, "config": config, "keep": [*self._held, *adapters]})
             self._held.add(name)
         for name in self._held - adapters.keys():
             with suppress(RuntimeError):  # it is not there
                 self._post(f"{self.base_url}/v1/unload_lora_adapter", json={"lora_name": name})
             self._held.remove(name)
 
-    def _send_adapter(self, name: str, tensors: Mapping[str, Tensor], adapter: Mapping[str, Any]) -> None:
+    def _send_adapter(self, tensors: Mapping[str, Tensor], adapter: Mapping[str, Any]) -> None:
         metadata = [(key, str(t.dtype).removeprefix("torch."), list(t.shape)) for key, t in tensors.items()]
-        self.bytes_sent += sum(tensor.nbytes for tensor in tensors.values())
+        request = {"lora_name": adapter["folder"], "lora_path": adapter["folder"]}
         try:
-            self._send_by_gloo(metadata, iter(tensors.items()), adapter)
-            self._post(f"{self.base_url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": _folder(name)})
+            self.update_named_params(metadata, iter(tensors.items()), adapter)
+            self._post(f"{self.base_url}/v1/load_lora_adapter", json=request)
         except (ServerTrouble, RuntimeError) as error:
-            if LOADED in str(error):  # by an attempt whose answer was lost
+            if "has already been loaded" in str(error):  # by an attempt whose answer was lost
                 return
-            refused = OVERWRITTEN in str(error) or ("/v1/load_lora_adapter answered" in str(error) and self.healthy())
-            if not refused:
+            if "/v1/load_lora_adapter answered" not in str(error) or not self.healthy():
                 raise
             cure = "Start it again by grpo-ext serve, or set vllm_push: merged."
             raise RuntimeError(f"{self.base_url} does not take the adapter: {error}. {cure}") from error
