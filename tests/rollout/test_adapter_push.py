@@ -49,6 +49,7 @@ HELD = {
     "ranks and scalings of their own": lora(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3}),
     "gaussian": lora(init_lora_weights="gaussian"),
 }
+CONV1D = {"fan_in_fan_out": True}
 UNHELD = {
     "PiSSA": (tiny.model, lora(init_lora_weights="pissa"), "init_lora_weights: pissa changes the base"),
     "DoRA": (tiny.model, lora(use_dora=True), "lora_magnitude_vector.default.weight is trained, which is not A or B"),
@@ -56,14 +57,10 @@ UNHELD = {
     "embedding": (tiny.model, lora(target_modules=[*LAYERS, "embed_tokens"]), "embed_tokens"),
     "head": (tiny.model, lora(target_modules=[*LAYERS, "lm_head"]), "lm_head is no linear layer of the decoder"),
     "modules_to_save": (tiny.model, lora(modules_to_save=["lm_head"]), "lm_head.modules_to_save.default.weight is tr"),
-    "trainable tokens": (
-        tiny.model,
-        lora(trainable_token_indices=[4, 9]),
-        "trainable_tokens_delta.default is trained",
-    ),
-    "bias of the base": (with_conv1d, lora(target_modules=["c_attn"], fan_in_fan_out=True, bias="all"), "bias is tr"),
-    "lora_bias": (tiny.model, lora(lora_bias=True, target_modules=["q_proj"]), "lora_B.default.bias is trained"),
-    "Conv1D": (with_conv1d, lora(target_modules=["c_attn"], fan_in_fan_out=True), "attn.c_attn is no linear layer"),
+    "trainable tokens": (tiny.model, lora(trainable_token_indices=[4, 9]), "tokens_delta.default is trained"),
+    "bias of the base": (with_conv1d, lora(target_modules=["c_attn"], bias="all", **CONV1D), "bias is tr"),
+    "lora_bias": (with_conv1d, lora(target_modules=["c_attn"], lora_bias=True, **CONV1D), "lora_B.default.bias is tr"),
+    "Conv1D": (with_conv1d, lora(target_modules=["c_attn"], **CONV1D), "attn.c_attn is no linear layer"),
     "experts": (mixture, lora(target_modules=["q_proj"]), "mixture of experts"),
     "rank": (tiny.model, lora(r=513, target_modules=["q_proj"]), "vLLM holds ranks up to 512, and this is 513"),
     "IA3": (tiny.model, peft.IA3Config(target_modules=LAYERS, feedforward_modules=["down_proj"]), "the type IA3"),
