@@ -49,7 +49,7 @@ class Server:
     What a script starts in the background ignores Ctrl-C.
     """
 
-    def __init__(self, folder: Path, model: str, forked: bool = True) -> None:
+    def __init__(self, folder: Path, model: str, forked: bool = True, **settings) -> None:
         self.forked = forked
         self.model, self.port, self.log = model, free_port(), folder / "serve.log"
         self.url = f"http://127.0.0.1:{self.port}"
@@ -69,7 +69,7 @@ class Server:
             "vllm_server_port": self.port,
             "max_completion_length": 64,
         }
-        self.recipe.write_text(json.dumps(recipe))
+        self.recipe.write_text(json.dumps(recipe | settings))
         self.process: subprocess.Popen | None = None
         self.starts, self.stopped = 0, False
 

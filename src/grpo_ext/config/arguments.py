@@ -145,6 +145,11 @@ class GRPOExtArguments(GRPOConfig):
         "How weights reach a vLLM server: 'nccl', 'gloo' (TCP, needs no GPU) or 'auto' (default), NCCL "
         "where both sides have CUDA.",
     )
+    vllm_push: str = described(
+        "auto",
+        "What a push sends to vLLM when an adapter is trained: 'adapter', its A and B alone; 'merged', whole weights "
+        "with their sum; 'auto' (default), the adapter where vLLM can hold it.",
+    )
     vllm_dtype: str = described(
         "auto",
         "dtype of the sampler's weights: 'float32', 'bfloat16', 'float16' or 'auto' (default), the one "

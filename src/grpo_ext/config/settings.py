@@ -154,6 +154,7 @@ SETTINGS: dict[str, Setting] = {
     **_group(
         Change.ROUNDING,
         "vllm_tensor_parallel_size",
+        vllm_push=Setting(choices=("auto", "adapter", "merged")),
         rollout_device=Setting(text="Write cpu, cuda or cuda:1, or leave it out."),
         environment_waves=Setting(choices=("ready", "turn")),
     ),

@@ -193,7 +193,10 @@ class RolloutsAhead:
         if orders.publish is None:
             return
         with self.trainer._times.during("weight_push"):
-            if samples_by_server(self.trainer.args):  # it replaces the weights of windows that are not yet sampled
+            by_server = samples_by_server(self.trainer.args)
+            if (
+                by_server and not self.trainer.vllm_generation.adapts
+            ):  # windows that are not yet sampled need the version before
                 running.background.wait_for_samples()
             self.sampler.publish(orders.publish)
         for window in orders.submit:
