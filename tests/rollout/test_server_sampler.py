@@ -52,6 +52,7 @@ class FakeGeneration:
     """The part of `Generation` that the sampler uses, before a `FakeServer`; the policy's weights are a number."""
 
     support_bound, server_url, server_timeout = None, "http://server", 5.0
+    adapts, adapter, kept = False, None, ()
 
     def __init__(self, server):
         self.server, self.policy, self.pushes, self.returns = server, 0, [], True
@@ -195,8 +196,46 @@ def test_weights_move_only_when_the_requests_of_the_version_before_have_ended(sa
 
 def test_a_version_that_was_replaced_is_refused(sampler):
     sampler.publish(1)
-    with pytest.raises(RuntimeError, match="version 0 of the weights is gone: a vLLM server holds one, now 1"):
+    with pytest.raises(RuntimeError, match="version 0 of the weights is gone: the vLLM server has 1"):
         sampler.sample(0, [[1]], [1], streams(1))
+
+
+def test_adapters_are_side_by_side_until_they_are_forgotten(server, generation):
+    """Each request names its version's, and a push does not wait for those of the versions before."""
+    generation.adapts = True
+
+    def push(copy):
+        generation.adapter = f"adapter {generation.policy}"
+        generation.pushes.append(list(generation.kept))
+
+    generation.sync_weights, asked = push, []
+    complete = generation._complete
+
+    def generate(prompts, **request):
+        asked.append(request["generation_kwargs"]["model"])
+        return complete(prompts[0], request)
+
+    generation.vllm_client.generate = generate
+    sampler = ServerSampler(generation)
+    sampler.publish(0)
+    server.gate.clear()
+    early = in_thread(lambda: sampler.sample(0, [[1]], [1], streams(1)))
+    until(lambda: asked)
+    generation.policy = 1
+    sampler.publish(1)
+    late = in_thread(lambda: sampler.sample(1, [[1]], [1], streams(1)))
+    until(lambda: len(asked) == 2)
+    server.gate.set()
+    assert len(early.result(SECONDS)) == len(late.result(SECONDS)) == 1
+    assert asked == ["adapter 0", "adapter 1"]
+    assert sampler.versions == {0, 1}
+    sampler.forget(0)
+    with pytest.raises(RuntimeError, match="the vLLM server has 1"):
+        sampler.sample(0, [[1]], [1], streams(1))
+    generation.policy = 2
+    sampler.publish(2)
+    assert generation.pushes == [[], ["adapter 0"], ["adapter 1"]]
+    sampler.close()
 
 
 def test_an_evaluation_has_the_server_alone_and_leaves_the_published_weights(sampler, generation, server):

@@ -79,6 +79,7 @@ def plan(recipe: Recipe, preflight: Preflight, launch: Launch = NO_LAUNCH) -> di
         "Memory": _memory(recipe, preflight, engine),
         "Sampler and policy": [
             ("formats", precision(recipe.training, weights)),
+            *([("push", preflight.policy.push)] if preflight.policy.push else []),
             *expected_differences(recipe.training, weights),
         ],
         "Warnings": [("", str(warning)) for warning in lines],

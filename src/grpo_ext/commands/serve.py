@@ -19,13 +19,15 @@ import requests
 import torch
 
 from grpo_ext.child_processes import kill_group
+from grpo_ext.config.adapters import is_adapter
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.truncation import scores_kept_sets
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.launching import launch_of
-from grpo_ext.recipe.loading import base_path, load_tokenizer
+from grpo_ext.recipe.loading import base_path, load_tokenizer, model_path
+from grpo_ext.recipe.model_checks import inspect_policy
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rollout.vllm.gloo import BACKEND
@@ -45,9 +47,17 @@ def server_url(recipe: Recipe) -> str:
 
 
 def transfer_engine(recipe: Recipe) -> str:
-    """Return `vllm_weight_transfer`, with `auto` resolved for this machine."""
+    """Return `vllm_weight_transfer`, with `auto` resolved for this machine; adapters go by gloo."""
     asked = recipe.training.vllm_weight_transfer
-    return asked if asked != "auto" else "nccl" if torch.cuda.is_available() and not on_cpu(recipe) else BACKEND
+    by_nccl = torch.cuda.is_available() and not on_cpu(recipe) and not adapter_slots(recipe)
+    return asked if asked != "auto" else "nccl" if by_nccl else BACKEND
+
+
+def adapter_slots(recipe: Recipe) -> dict[str, Any]:
+    """Return the options by which the server has room for the adapters of a run that pushes them."""
+    if recipe.training.vllm_push == "merged" or not (recipe.model.use_peft or is_adapter(model_path(recipe))):
+        return {}
+    return inspect_policy(recipe.model, recipe.training)[0].slots
 
 
 def on_cpu(recipe: Recipe) -> bool:
@@ -83,13 +93,14 @@ def wanted(recipe: Recipe) -> ServerFacts:
         logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps != "recomputed" or keeps else None,
         max_logprobs=most_logprobs(c.top_k) if keeps else None,
         weight_transfer=transfer_engine(recipe),
+        **{"max_loras": 0} | adapter_slots(recipe),
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
     )
 
 
 def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> list[str]:
     """Return the server's command line; `extra` is passed to vLLM unchanged."""
-    c = recipe.training
+    c, room = recipe.training, adapter_slots(recipe)
     flags: dict[str, Any] = {
         "--model": base_path(recipe),
         "--host": host,
@@ -98,6 +109,8 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
         "--max-model-len": sequence_length(recipe),
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": most_logprobs(c.top_k) if scores_kept_sets(c) else None,
+        "--max-lora-rank": room.get("max_lora_rank"),
+        "--max-loras": room.get("max_loras"),
         "--weight-transfer-config": json.dumps({"backend": transfer_engine(recipe)}),
         "--tensor-parallel-size": c.vllm_tensor_parallel_size,
         "--gpu-memory-utilization": c.vllm_gpu_memory_utilization,
@@ -107,7 +120,7 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
     }
     if on_cpu(recipe) and samples_by_server(c) and "max_num_batched_tokens" not in given_options(c):
         flags["--max-num-batched-tokens"] = MANY_TOKENS
-    switches = {"--enforce-eager": on_cpu(recipe), "--trust-remote-code": c.trust_remote_code}
+    switches = {"--enforce-eager": on_cpu(recipe), "--enable-lora": room, "--trust-remote-code": c.trust_remote_code}
     line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in flags.items():
         line += [name, str(value)] if value is not None else []
@@ -126,8 +139,8 @@ def _flags(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
-    """Return the server's environment: weight endpoints enabled; on a CPU a small cache unless one is set."""
-    added = {"VLLM_SERVER_DEV_MODE": "1"}
+    """Return the server's environment: endpoints of weights enabled; on a CPU a small cache unless one is set."""
+    added = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if on_cpu(recipe):
         added["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
     return os.environ | added

@@ -191,6 +191,14 @@ class TrainingSettings:
         needs=(*VLLM, "vllm_mode: server"),
         change=Change.NOTHING,
     )
+    vllm_push: str = setting(
+        "auto",
+        "What a push sends to vLLM when an adapter is trained: 'adapter', its A and B alone; 'merged', whole weights "
+        "with their sum; 'auto' (default), the adapter where vLLM can hold it.",
+        choices=("auto", "adapter", "merged"),
+        needs=VLLM,
+        change=Change.ROUNDING,
+    )
     vllm_dtype: str = setting(
         "auto",
         "dtype of the sampler's weights: 'float32', 'bfloat16', 'float16' or 'auto' (default), the one "

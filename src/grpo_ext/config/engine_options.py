@@ -20,6 +20,8 @@ SETTINGS_OF = {
     "enable_sleep_mode": "vllm_enable_sleep_mode",
     "model_impl": "vllm_model_impl",
     "weight_transfer_config": "vllm_weight_transfer",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"), "vllm_push"),
+    **dict.fromkeys(("lora_dtype", "lora_target_modules", "lora_modules", "default_mm_loras"), "vllm_push"),
     **dict.fromkeys(("max_logprobs", "return_sampling_mask"), "top_k"),
     **dict.fromkeys(("generation_config", "override_generation_config", "logits_processors"), "generation_kwargs"),
 }

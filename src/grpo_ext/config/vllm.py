@@ -41,6 +41,20 @@ def sharded_problem(setting: str, value: object) -> Problem:
     return Problem(setting, value, reason, cure, {"use_vllm": True})
 
 
+def adapter_problem(reason: str) -> Problem:
+    """Return the problem of an adapter that vLLM cannot hold."""
+    return Problem("vllm_push", "adapter", reason, "Set vllm_push: auto, which then pushes merged weights.")
+
+
+def whole_weights(config: GRPOExtArguments) -> str | None:
+    """Return the setting that needs whole weights in each push; None: none does."""
+    if config.vllm_push == "merged":
+        return "vllm_push: merged"
+    if config.vllm_mode == "colocate":
+        return "vllm_enable_sleep_mode drops the base between rollouts" if config.vllm_enable_sleep_mode else None
+    return "vllm_weight_transfer: nccl sends whole weights" if config.vllm_weight_transfer == "nccl" else None
+
+
 def splits_weights() -> bool:
     """Return whether `accelerate launch` has asked for FSDP or ZeRO-3."""
     zero3 = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import transformers
 from huggingface_hub import errors as hub
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import ModelConfig, get_peft_config
 
@@ -20,12 +20,13 @@ from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import as_far_as_sound, refusal
 from grpo_ext.config.truncation import scores_kept_sets, unbounded_problems
-from grpo_ext.config.vllm import leaves_packed, quantized_problem
+from grpo_ext.config.vllm import adapter_problem, leaves_packed, quantized_problem, whole_weights
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.loading import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.models.loaded_model import own_weights
+from grpo_ext.rollout.vllm.adapters import QUANTIZED, slots, unheld
 from grpo_ext.rollout.vllm.unpushable import unpushable
 
 
@@ -41,6 +42,8 @@ class InspectedPolicy:
         taught: the number of parameters of teachers that are models of their own.
         context: tokens that prompt and completion may have together.
         unknown: why the model is not known.
+        push: what vLLM gets of an adapter.
+        slots: options by which vLLM has room for it, where it gets the adapter alone.
     """
 
     empty: PreTrainedModel | None = None
@@ -50,6 +53,8 @@ class InspectedPolicy:
     taught: int = 0
     context: int | None = None
     unknown: str = ""
+    push: str = ""
+    slots: dict[str, Any] = field(default_factory=dict)
 
 
 def inspect_policy(model: ModelConfig, training: GRPOExtConfig) -> tuple[InspectedPolicy, list[Problem]]:
@@ -225,9 +230,11 @@ def _adapter_problems(
                 yield from found
                 return
             config.inference_mode, config.base_model_name_or_path = False, None  # PEFT would warn of its new name
-            if hasattr(config, "init_lora_weights"):  # PiSSA and others read weights, and these have none
+            if init := getattr(config, "init_lora_weights", None):  # PiSSA and others read weights; these have none
                 config.init_lora_weights = True
             adapted = get_peft_model(empty, config)
+            if init:
+                config.init_lora_weights = init
         except NotImplementedError:  # an initialisation that reads weights
             return
         except Exception as error:
@@ -235,6 +242,8 @@ def _adapter_problems(
             yield Problem("model_name_or_path", name, reason, "Name another adapter.")
             return
     elif not model.use_peft:
+        if training.use_vllm and training.vllm_push == "adapter":
+            yield adapter_problem("all weights are trained")
         return
     elif found := [*_unmatched(empty, model)]:
         yield from found
@@ -248,6 +257,23 @@ def _adapter_problems(
     policy.trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     if training.use_vllm:
         yield from unpushable(adapted, on_cpu=training.use_cpu)
+        yield from _push_problems(policy, cast(PeftModel, adapted), model, training)
+
+
+def _push_problems(
+    policy: InspectedPolicy, adapted: PeftModel, model: ModelConfig, training: GRPOExtConfig
+) -> Iterator[Problem]:
+    """Choose what a push sends, and yield why it cannot be the adapter if the recipe asks for it."""
+    given = as_mapping(training.model_init_kwargs).get("quantization_config")
+    packed = QUANTIZED if model.load_in_4bit or model.load_in_8bit or given else None
+    if (reason := whole_weights(training) or packed or unheld(adapted)) is not None:
+        policy.push = f"whole weights, with the adapter merged: {reason}"
+        if training.vllm_push == "adapter":
+            yield adapter_problem(reason)
+        return
+    policy.slots = slots(adapted, training.rollout_ahead)
+    sizes = f"{policy.trained / 1e6:.2f} M numbers instead of {policy.parameters / 1e6:.2f} M"
+    policy.push = f"the adapter alone, {sizes}, in up to {policy.slots['max_loras']} versions side by side"
 
 
 def _teacher_problems(policy: InspectedPolicy, training: GRPOExtConfig) -> Iterator[Problem]:

@@ -101,7 +101,8 @@ class ServerEngine:
     def generate(self, turns: list[TurnRequest]) -> list[tuple[TurnRequest, Sample]]:
         """Send a request for each turn; return the turns that have come back."""
         for turn in turns:
-            self._send(turn, Request([turn.context], turn.limit, seed_of(self._streams[turn.episode])))
+            seed = seed_of(self._streams[turn.episode])
+            self._send(turn, Request([turn.context], turn.limit, seed, model=self._server.adapter))
         done = [future for future in self._sent if future.done()]
         with suppress(BlockingIOError):  # a request may be done a moment before its byte is in the pipe
             os.read(self._pipe_read, max(1, len(done)))

@@ -209,7 +209,8 @@ class RolloutsAhead:
         if orders.publish is None:
             return
         with self.times.during("weight_push"):
-            if samples_by_server(self.hooks.args):  # it replaces the weights of generations that are not yet sampled
+            if samples_by_server(self.hooks.args) and not self.hooks.vllm_generation.adapts:
+                # it replaces the weights of generations that are not yet sampled
                 running.background.wait_for_samples()
             self.sampler.publish(orders.publish)
         for generation in orders.submit:

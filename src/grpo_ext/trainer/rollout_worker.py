@@ -81,6 +81,7 @@ class Hooks(Protocol):
     state: TrainerState
     train_dataset: Any
     environments: Any  # TRL's, of the rows that are completed now
+    vllm_generation: Any
 
     @property
     def generation_number(self) -> int:

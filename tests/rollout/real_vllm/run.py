@@ -119,7 +119,8 @@ def main(output: Path, settings: dict) -> None:
     if settings.get("lora"):
         from peft import LoraConfig
 
-        peft = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        shape = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        peft = LoraConfig(**shape | (settings["lora"] if isinstance(settings["lora"], dict) else {}))
     if settings.get("bits"):
         from transformers import BitsAndBytesConfig
 

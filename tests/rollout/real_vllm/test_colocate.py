@@ -36,7 +36,7 @@ def test_weights_that_do_not_arrive_are_noticed_within_three_steps(tied, tmp_pat
 
 @pytest.mark.parametrize("bits", [None, pytest.param(4, marks=NEEDS_BITSANDBYTES)])
 def test_base_and_adapter_are_summed_for_the_sampler(bits, tied, tmp_path):
-    config = {"max_steps": 5, "learning_rate": 1e-2, "vllm_dtype": "bfloat16"}
+    config = {"max_steps": 5, "learning_rate": 1e-2, "vllm_dtype": "bfloat16", "vllm_push": "merged"}
     log, _, _ = train(tmp_path, "colocate", tied, lora=True, bits=bits, config=config)
     assert max(drifts(log)) < BFLOAT16  # run.py asserts that the base weights are the same to the last bit
     shares = [entry["sampling/push_rounding"] for entry in steps(log)]
@@ -44,7 +44,7 @@ def test_base_and_adapter_are_summed_for_the_sampler(bits, tied, tmp_path):
 
 
 def test_an_adapter_that_is_left_out_of_the_push_is_noticed(tied, tmp_path):
-    config = {"max_steps": 12, "learning_rate": 1e-2}
+    config = {"max_steps": 12, "learning_rate": 1e-2, "vllm_push": "merged"}
     log, said, code = train(tmp_path, "colocate", tied, check=False, lora=True, adapter_pushed=False, config=config)
     assert code != 0
     assert "-> stale weights" in said

@@ -50,8 +50,13 @@ def test_a_truncated_sampler_returns_the_tokens_that_it_kept(tied, address, tmp_
 
 def test_lora_arrives_merged(tied, address, tmp_path):
     settings = {"max_steps": 5, "learning_rate": 1e-2}
-    log, _, _ = train(tmp_path, "server", tied, lora=True, **address, config=settings)
+    log, said, _ = train(tmp_path, "server", tied, lora=True, **address, config=settings)
     assert max(drifts(log)) < FLOAT32
+    assert "with the adapter merged: the server was started without room for adapters" in said
+    settings["vllm_push"] = "adapter"
+    _, said, code = train(tmp_path / "only", "server", tied, lora=True, check=False, **address, config=settings)
+    assert code != 0
+    assert "vllm_push='adapter': the server was started without room" in said
 
 
 @pytest.mark.parametrize(("engine", "lora"), [("fsdp2", False), pytest.param("zero3", True, marks=pytest.mark.slow)])

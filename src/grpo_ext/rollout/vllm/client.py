@@ -18,6 +18,8 @@ from grpo_ext.waiting import Wait, WaitedInVain, in_thread
 
 POLL_SECONDS = 5.0
 TOO_MANY_REQUESTS = 429
+DONE = b"Success"
+"""Begins vLLM's answer, which is no JSON, to a request about an adapter."""
 FRESH_SECONDS = 1.0
 """Age up to which metrics of the server are read again; a server takes longer to restart."""
 UNLABELLED = "default"
@@ -118,7 +120,8 @@ class Client(VLLMClient):
             response = future.result()
             waiting.progressed()
             if response.status_code == 200:
-                answer: dict[str, Any] = response.json() if response.content else {}
+                says_more = response.content and not response.content.startswith(DONE)
+                answer: dict[str, Any] = response.json() if says_more else {}
                 return answer
         except requests.RequestException as error:
             raise ServerTrouble(f"{self.base_url}: {error}") from error

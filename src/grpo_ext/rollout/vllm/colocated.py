@@ -1,14 +1,18 @@
 """The engine of `vllm_mode: colocate`: how TRL builds it, and how each row gets a seed."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from trl.generation import vllm_generation
 
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.rollout.vllm.adapter_files import write_adapter
 from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
 from grpo_ext.rollout.vllm.requester import Request
 
@@ -48,6 +52,22 @@ def each_seeded(
     for params, row in zip(each, rows, strict=True):
         params.seed, params.max_tokens = row.seed, row.limit
     return generate(prompts, sampling_params=each, **options)
+
+
+def load_adapter(
+    engine: Any, name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], before: Any = None
+) -> object:
+    """Load an adapter into an engine and return vLLM's request of it; the one `before` goes if this succeeds."""
+    from vllm.lora.request import LoRARequest
+
+    with tempfile.TemporaryDirectory(prefix="grpo-ext-") as parent:
+        write_adapter(folder := Path(parent, "adapter"), config, tensors)
+        request = LoRARequest(name, before.lora_int_id + 1 if before else 1, str(folder))
+        if not engine.add_lora(request):
+            raise RuntimeError(f"vLLM has not loaded the adapter {name}")
+    if before is not None:
+        engine.remove_lora(before.lora_int_id)
+    return request
 
 
 def of_all_ranks(rows: list[Request], ranks: int, group: object) -> tuple[list[Request], int]:

@@ -1,8 +1,13 @@
 """Receiving end inside a vLLM worker: the weight-transfer engine `gloo`."""
 
+import atexit
+import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -11,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
+from grpo_ext.rollout.vllm.adapter_files import write_adapter
 from grpo_ext.rollout.vllm.gloo import TAKEN, join, receive, specs_of, trains
 
 
@@ -33,16 +39,23 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    adapter: dict[str, Any] | None = None
+    """Folder to write, its config, and the folders to keep; None: whole weights, which are loaded."""
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Loads what the trainer broadcasts: in place on a CPU, by vLLM's layerwise reload elsewhere."""
+    """Loads what the trainer broadcasts: in place on a CPU, by vLLM's layerwise reload elsewhere.
+
+    A server with room for adapters gets nothing else: each is written to a folder, which vLLM is then asked to load.
+    """
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     group: ProcessGroupGloo | None = None
     store: TCPStore | None = None
     owner = ""
+    folders: tuple[str, ...] = ()
+    """Adapters that vLLM may load again."""
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the trainer's group, leaving the group of an earlier trainer.
@@ -67,14 +80,14 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def start_weight_update(self) -> None:
         """Restore the checkpoint's layout of weights that kernels keep in their own."""
-        if not current_platform.is_cpu():
+        if not (current_platform.is_cpu() or self.vllm_config.lora_config):
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
         """Restore the kernels' layout."""
-        if not current_platform.is_cpu():
+        if not (current_platform.is_cpu() or self.vllm_config.lora_config):
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self.model, self.model_config)
@@ -93,11 +106,27 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             raise RuntimeError("No trainer is connected. Call init_weight_transfer_engine before update_weights.")
         specs = specs_of(zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True))
         try:
-            model: Any = self.model
-            model.load_weights((name, tensor.to(self.device)) for name, tensor in receive(self.group, specs))
+            model, received = cast(Any, self.model), receive(self.group, specs)
+            if update_info.adapter is None:
+                model.load_weights((name, tensor.to(self.device)) for name, tensor in received)
+            else:
+                self._write(**update_info.adapter, tensors=dict(received))
         except BaseException:
             self.shutdown()
             raise
+
+    def _write(self, folder: str, config: dict[str, Any], keep: Collection[str], tensors: dict[str, Tensor]) -> None:
+        if not self.folders:
+            atexit.register(self._keep, ())
+        self._keep(keep)
+        self.folders = (*self.folders, folder)
+        write_adapter(Path(folder), config, tensors)
+
+    def _keep(self, folders: Collection[str]) -> None:
+        """Remove all adapters but these."""
+        for folder in {*self.folders} - {*folders}:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.folders = tuple(folder for folder in self.folders if folder in folders)
 
     def shutdown(self) -> None:
         """Leave the group."""

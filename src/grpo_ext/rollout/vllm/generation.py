@@ -15,6 +15,7 @@ from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.vllm.colocated import each_seeded, of_all_ranks
 from grpo_ext.rollout.vllm.pushed import PushedEngine, broadcast
 from grpo_ext.rollout.vllm.requester import Request, Requester, read, seed_of
+from grpo_ext.rollout.vllm.weights import HostCopy
 
 Completions: TypeAlias = tuple[Any, ...]
 """Prompt ids, completion ids, log-probabilities and their token ids, as TRL's `generate` returns them."""
@@ -117,7 +118,7 @@ class Generation(PushedEngine):
         elif self._seeds is not None:
             seeds = [*self._seeds, *[0] * len(contexts)][: len(contexts)]
         rows = zip(contexts, limits, seeds, strict=True)
-        return [Request([context], limit, seed) for context, limit, seed in rows]
+        return [Request([context], limit, seed, model=self.adapter) for context, limit, seed in rows]
 
     def _by_engine(
         self,
@@ -128,11 +129,13 @@ class Generation(PushedEngine):
     ) -> Completions:
         """Generate by the engine in this process; ranks that share one may have different numbers of seeded rows."""
         prompts = [context for request in requests for context in request.contexts]
+        generate = partial(self.llm.generate, **{"lora_request": self._loaded} if self.adapts else {})
         if requests and requests[0].seed is None:
-            return super().generate(prompts, images, group, profiler)
+            with temporarily(self.llm, generate=generate):
+                return super().generate(prompts, images, group, profiler)
         rows, width = of_all_ranks(requests, self.tensor_parallel_size, self.tp_group)
         filled = prompts + [[0]] * (width - len(prompts))  # TRL's takes as many rows of each rank
-        with temporarily(self.llm, generate=partial(each_seeded, self.llm.generate, rows)):
+        with temporarily(self.llm, generate=partial(each_seeded, generate, rows)):
             parts = super().generate(filled, images, 1, profiler)
         return tuple(part and part[: len(prompts)] for part in parts)
 
@@ -146,7 +149,7 @@ class Generation(PushedEngine):
         all_rows = [row for rows in of_processes for row in rows]
         if all_rows and all_rows[0].seed is None:
             contexts = [context for row in all_rows[::group] for context in row.contexts]
-            all_rows = [Request(contexts, all_rows[0].limit, None, group)]
+            all_rows = [Request(contexts, all_rows[0].limit, None, group, self.adapter)]
         sampled: list[Sampled] | None = None
         troubles: list[Exception] = []
         while True:
@@ -171,5 +174,7 @@ class Generation(PushedEngine):
         Raises:
             ServerLost: it did not come back, or refuses a request; on all processes.
         """
+        if self.adapts:
+            return self.on_main(partial(self.push_again, HostCopy(), troubles))
         self.on_main(partial(self.reopen, troubles))
         self.sync_weights()

@@ -15,6 +15,7 @@ from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import scores_kept_sets
+from grpo_ext.config.vllm import whole_weights
 
 _VLLM_USERS = ("trl.generation", "trl.generation.vllm_client", "trl.generation.vllm_generation")
 _hidden = not sys.modules.keys() & {"vllm", *_VLLM_USERS} and find_spec("vllm") is not None
@@ -55,5 +56,8 @@ def with_our_generation(args: GRPOExtConfig) -> AbstractContextManager[None]:
         dtype=args.sampler_dtype,
         engine_kwargs=given_options(args),
         with_support=scores_kept_sets(args),
+        push=args.vllm_push,
+        whole=whole_weights(args),
+        ahead=args.rollout_ahead,
     )
     return temporarily(grpo_trainer, VLLMGeneration=ours)

@@ -2,8 +2,9 @@
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,13 +14,16 @@ from typing import Any, TypeVar, cast
 import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.other import get_free_port
+from peft import PeftModel
 from torch import Tensor
 from trl.generation import vllm_generation
 
 from grpo_ext.config.truncation import unbounded_problems
-from grpo_ext.config.vllm import sharded_problem
+from grpo_ext.config.vllm import adapter_problem, sharded_problem
 from grpo_ext.errors import ABSENT, ConfigError, ServerLost
-from grpo_ext.rollout.vllm.colocated import engine_settings
+from grpo_ext.rollout.vllm.adapters import adapter_weights, slots, unheld
+from grpo_ext.rollout.vllm.colocated import engine_settings, load_adapter
+from grpo_ext.rollout.vllm.gloo import BACKEND
 from grpo_ext.rollout.vllm.requester import most_logprobs
 from grpo_ext.rollout.vllm.server import (
     PROBE,
@@ -56,6 +60,9 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         dtype: of the sampler's weights in colocate mode.
         engine_kwargs: further options of the engine, `vllm_engine_kwargs`.
         with_support: whether vLLM returns the sampling support.
+        push: 'auto', 'adapter' or 'merged', `vllm_push`.
+        whole: why the other settings need whole weights, if they do.
+        ahead: `rollout_ahead`.
 
     Raises:
         ServerLost: no server within `vllm_server_timeout`; on all processes.
@@ -66,6 +73,13 @@ class PushedEngine(vllm_generation.VLLMGeneration):
     _weight_metadata: Any
     server_base_url: str | None
     tp_group: Any = None
+    adapts = False
+    """Whether pushes send the adapter alone."""
+    adapter: str | None = None
+    """Name of the adapter of the last push."""
+    _loaded: object = None
+    kept: Collection[str] = ()
+    """Adapters of earlier pushes that still sample; a server holds them too."""
     _served_dtype: str | None = None
     """dtype of the first server of the run; its sampled probabilities are rounded so."""
 
@@ -76,12 +90,18 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         dtype: str = "auto",
         engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
         with_support: bool = False,
+        push: str = "auto",
+        whole: str | None = None,
+        ahead: int = 0,
         **kwargs: Any,
     ) -> None:
         self.weight_transfer = weight_transfer
         self.dtype = dtype
         self.engine_kwargs = engine_kwargs
         self.with_support = with_support
+        self.push, self.whole, self.ahead = push, whole, ahead
+        self._held: dict[str, dict[str, Tensor]] = {}
+        self._lock = threading.Lock()
         self.sync_seconds = 0.0
         self.sync_bytes = 0
         self.pushing: Callable[[], AbstractContextManager[None]] = nullcontext  # the trainer's timer
@@ -123,14 +143,18 @@ class PushedEngine(vllm_generation.VLLMGeneration):
 
     def _init_vllm(self) -> None:
         self._check_policy()
+        self._choose_push()
         if self.mode == "server":
             self.on_main(self._connect)
+            self.adapts = broadcast(self.adapts)
             _ = self.sampler_dtype  # its first read is collective
             return
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
-        needed = {"max_logprobs": most_logprobs(self.top_k)} if self.with_support else {}
+        needed: dict[str, Any] = {"max_logprobs": most_logprobs(self.top_k)} if self.with_support else {}
+        if self.adapts:
+            needed |= {"enable_lora": True, **self.slots}
         with engine_settings(dtype, {**self.engine_kwargs, **needed}):
             super()._init_vllm()
 
@@ -144,6 +168,25 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         if problems:
             raise ConfigError(problems)
 
+    def _choose_push(self) -> None:
+        """Choose between the adapter alone and whole weights.
+
+        Raises:
+            ConfigError: `vllm_push` is 'adapter', and vLLM cannot hold it.
+        """
+        if (reason := self.whole or unheld(self.model)) is not None:
+            return self._merge(reason)
+        self.adapts, self.slots = True, slots(cast(PeftModel, self.model), self.ahead)
+        rank = self.slots["max_lora_rank"]  # scaling is in B, and vLLM takes ranks and names from the tensors
+        self._config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
+
+    def _merge(self, reason: str) -> None:
+        if self.push == "adapter":
+            raise ConfigError([adapter_problem(reason)])
+        self.adapts = False
+        if self.push == "auto" and is_peft_model(self.model) and self.accelerator.is_main_process:
+            logger.warning(f"Each push to vLLM sends whole weights, with the adapter merged: {reason}.")
+
     def _connect(self) -> None:
         """Connect to the server, which may need `vllm_server_timeout` seconds until it answers all requests."""
         deadline = time.monotonic() + self.server_timeout
@@ -152,6 +195,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
                 port, transfer = self.group_port, self.weight_transfer
                 self.vllm_client = WeightClient(self.server_url, self.server_timeout, port, transfer)
                 self._check_server(self.server_url)
+                self.vllm_client.transfer = BACKEND if self.adapts else transfer
                 return self.vllm_client.init_communicator(self.accelerator.device)
             except ServerTrouble:
                 if shutdown().wait(1.0) or time.monotonic() > deadline:
@@ -168,11 +212,14 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
         facts = server_facts(url)
+        if self.adapts and self._served_dtype is None and not facts.max_loras:
+            self._merge("the server was started without room for adapters (grpo-ext serve makes it)")
         needed = ServerFacts(max_model_len=self.max_completion_length + 1, probe_ids=probe)
         if self.with_support:
             needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self.likeliest)
         elif facts.logprobs_mode != "raw_logprobs" or self.temperature != 1.0:  # at 1 they are the sampler's too
             needed = replace(needed, logprobs_mode="processed_logprobs")
+        needed = replace(needed, **self.slots if self.adapts else {"max_loras": 0})
         needed, self._served_dtype = replace(needed, dtype=self._served_dtype), self._served_dtype or facts.dtype
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         better = ServerFacts(model=self.model.name_or_path, dtype=dtype)
@@ -252,7 +299,9 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         """
         start = time.monotonic()
         with self.pushing():
-            if self.mode == "server":
+            if self.adapts:
+                self._push_adapter()
+            elif self.mode == "server":
                 troubles: list[Exception] = []
                 while (trouble := self._push(copy)) is not None:
                     troubles.append(trouble)
@@ -262,6 +311,22 @@ class PushedEngine(vllm_generation.VLLMGeneration):
                 self.sync_bytes = 0
                 super().sync_weights()
         self.sync_seconds = time.monotonic() - start
+
+    def _push_adapter(self) -> None:
+        """Push the adapter, beside the one before and those that are kept; after a failure they are still there."""
+        policy, gather, device = cast(PeftModel, self.model), self._dist.gather_params, self.accelerator.device
+        tensors = {
+            self._fix_param_name_to_vllm(name): tensor
+            for name, tensor in adapter_weights(policy, self.sampler_dtype, gather, device)
+        }
+        self.sync_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        name = broadcast(f"/tmp/grpo-ext-{time.time_ns()}")
+        if self.mode == "colocate":
+            self._loaded = load_adapter(self.llm.llm_engine, name, self._config, tensors, self._loaded)
+        else:
+            self._held = {kept: self._held[kept] for kept in self.kept if kept in self._held} | {name: tensors}
+            self.on_main(partial(self.push_again, HostCopy()))
+        self.adapter = name
 
     def _push(self, copy: HostCopy | None) -> Exception | None:
         """Try once. Return the failure, which other processes than the main one know only as such."""
@@ -291,20 +356,23 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         """Push weights that were copied, once the server is back; main process, any thread, no collective.
 
         Args:
-            copy: the weights.
+            copy: the weights; adapters are sent from the copies of their pushes.
             troubles: failures of requests that the server did not answer, if it is known to be down.
 
         Raises:
             ServerLost: it did not come back within `vllm_server_timeout` seconds.
         """
         failures = [*troubles]
-        while True:
-            if failures:
-                self.reopen(failures)
-            try:
-                return self._send(copy.named(self.accelerator.device))
-            except ServerTrouble as error:
-                failures.append(error)
+        with self._lock:
+            while True:
+                if failures:
+                    self.reopen(failures)
+                try:
+                    if self.adapts:
+                        return self.vllm_client.hold(self._held, self._config)
+                    return self._send(copy.named(self.accelerator.device))
+                except ServerTrouble as error:
+                    failures.append(error)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         if is_peft_model(self.model) or is_quantised(self.model):

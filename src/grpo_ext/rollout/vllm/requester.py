@@ -50,6 +50,8 @@ class Request(NamedTuple):
     seed: int | None
     n: int = 1
     """Completions of each context."""
+    model: str | None = None
+    """Name of the adapter that samples; None: the server's weights."""
 
 
 class Requester:
@@ -85,8 +87,9 @@ class Requester:
 
     def _ask(self, request: Request) -> list[Sampled]:
         settings = {**self._settings, "n": request.n, "max_tokens": request.limit}
-        if request.seed is not None:
-            settings["generation_kwargs"] = {**settings["generation_kwargs"], "seed": request.seed}
+        own = {"seed": request.seed, "model": request.model}
+        given = {name: value for name, value in own.items() if value is not None}
+        settings["generation_kwargs"] = {**settings["generation_kwargs"], **given}
         answer = self._client.generate(request.contexts, **settings)
         ids, logprobs, tokens = (answer[key] for key in ("completion_ids", "logprobs", "logprob_token_ids"))
         return [read(*row, bound=self._bound) for row in zip(ids, logprobs, tokens, strict=True)]

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -115,7 +115,9 @@ def shared_store(generation: Generation) -> Store:
 
 
 class ServerSampler:
-    """Samples by a vLLM server, which holds one version of the weights; each process sends its own rows.
+    """Samples by a vLLM server; each process sends its own rows.
+
+    A server holds one version of whole weights, and as many of an adapter as the run needs, side by side.
 
     Each row is a request of its own with a seed from its stream. The settings of sampling are those of the moment when
     this object is made. Weights go to the server from the main process, which keeps a copy of them in its memory: if
@@ -126,15 +128,16 @@ class ServerSampler:
     def __init__(self, generation: Generation) -> None:
         self._generation, self._copy = generation, HostCopy()
         self._settings, self._bound = generation.settings(), generation.support_bound
-        self._version: int | None = None
+        self._adapters: dict[int, str | None] = {}
+        """The published versions, each with its adapter's name where only that is pushed."""
         self._running, self._held, self._closed = 0, False, threading.Event()
         self._closed.set()
         self._changed = threading.Condition()
 
     @property
     def versions(self) -> frozenset[int]:
-        """Numbers of the versions that the server has: at most one."""
-        return frozenset(() if self._version is None else (self._version,))
+        """Numbers of the versions that the server has: at most one of whole weights."""
+        return frozenset(self._adapters)
 
     def _open(self) -> None:
         """Connect this process, which only sends requests unless it is the main one; collective."""
@@ -153,22 +156,24 @@ class ServerSampler:
     # Weights.
 
     def publish(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Push the policy's present weights in place of the version before; main thread, collective.
+        """Push the policy's present weights; main thread, collective.
 
-        Waits until all `sample` calls of this process have returned, then, in a barrier, for those of the others: no
-        request is computed by two versions, and the prefix cache that is reset then holds nothing that still grows. A
-        call returns when the server has answered, or when a repair of the server has failed; neither needs the main
-        thread of any process.
+        An adapter comes beside those before. Whole weights replace the version before: the call first waits until all
+        `sample` calls of this process have returned, then, in a barrier, for those of the others. So no request is
+        computed by two versions, and the prefix cache that is reset then holds nothing that still grows. A call
+        returns when the server has answered, or when a repair of the server has failed; neither needs the main thread
+        of any process.
 
         Raises:
             ServerLost: the server died and did not come back; on all processes.
         """
         if self._closed.is_set():
             self._open()
-        with self._alone():
+        beside = self._generation.adapts
+        with nullcontext() if beside else self._alone():
             self._generation.sync_weights(self._copy)
             self._client.serving = broadcast(self._client.serving)
-            self._version = version
+            self._keep({**(self._adapters if beside else {}), version: self._generation.adapter})
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -185,7 +190,7 @@ class ServerSampler:
             return
         with self._alone():
             yield
-            if self._version is not None:
+            if self._adapters:
                 self._generation.on_main(partial(self._generation.push_again, self._copy))
                 self._client.serving = broadcast(self._client.serving)
 
@@ -193,7 +198,13 @@ class ServerSampler:
         """Return None: weights go to the server as they are gathered."""
 
     def forget(self, version: int) -> None:
-        """Do nothing: a push has replaced the version before."""
+        """Let the next push drop an adapter; whole weights stay until a push replaces them."""
+        if self._generation.adapts:
+            self._keep({number: name for number, name in self._adapters.items() if number != version})
+
+    def _keep(self, adapters: dict[int, str | None]) -> None:
+        self._adapters = adapters
+        self._generation.kept = [name for name in adapters.values() if name is not None]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -226,7 +237,7 @@ class ServerSampler:
         """
         with self._changed:
             self._closed.set()
-            self._version = None
+            self._adapters = {}
             self._changed.notify_all()
 
     # Completions.
@@ -245,22 +256,22 @@ class ServerSampler:
         """
         rows = zip(contexts, limits, streams, strict=True)
         requests = [Request([context], limit, seed_of(stream)) for context, limit, stream in rows]
-        with self._entered(version):
+        with self._entered(version) as name:
+            requests = [request._replace(model=name) for request in requests]
             return self._requester.ask_all(requests)
 
     @contextmanager
-    def _entered(self, version: int) -> Iterator[None]:
+    def _entered(self, version: int) -> Iterator[str | None]:
         with self._changed:
             self._changed.wait_for(lambda: self._closed.is_set() or not self._held)
             if self._closed.is_set():
                 raise ServerLost("the run has ended")
-            if version != self._version:
-                raise RuntimeError(
-                    f"version {version} of the weights is gone: a vLLM server holds one, now {self._version}."
-                )
+            if version not in self._adapters:
+                held = ", ".join(map(str, self._adapters))
+                raise RuntimeError(f"version {version} of the weights is gone: the vLLM server has {held or 'none'}.")
             self._running += 1
         try:
-            yield
+            yield self._adapters[version]
         finally:
             with self._changed:
                 self._running -= 1

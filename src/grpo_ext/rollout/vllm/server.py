@@ -46,6 +46,8 @@ class ServerFacts:
     max_logprobs: float | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     """The whole configuration, as the server reports it."""
+    max_lora_rank: int | None = None
+    max_loras: int | None = None
 
 
 def server_facts(url: str) -> ServerFacts:
@@ -62,7 +64,7 @@ def server_facts(url: str) -> ServerFacts:
                 "VLLM_SERVER_DEV_MODE=1."
             )
         config = _json(info)["vllm_config"]
-        model = config["model_config"]
+        model, adapters = config["model_config"], config.get("lora_config") or {}
         body = {"model": model["served_model_name"], "prompt": PROBE, "add_special_tokens": False}
         ids = _json(requests.post(f"{url}/tokenize", json=body, timeout=SECONDS))["tokens"]
     except requests.RequestException as error:
@@ -75,6 +77,8 @@ def server_facts(url: str) -> ServerFacts:
         max_logprobs=math.inf if (most := int(model["max_logprobs"])) < 0 else most,
         weight_transfer=(config["weight_transfer_config"] or {}).get("backend"),
         probe_ids=tuple(ids),
+        max_lora_rank=int(adapters.get("max_lora_rank", 0)),
+        max_loras=int(adapters.get("max_loras", 0)),
         config=config,
     )
 
@@ -96,12 +100,15 @@ _REASONS = {
     "dtype": "the recipe asks for {}",
     "logprobs_mode": "the correction of the sampler needs {}",
     "max_logprobs": "the loss reads the sampling support from as many log-probabilities, {}",
+    "max_lora_rank": "the adapter needs room for the rank {}",
+    "max_loras": "{} versions of an adapter may be there at once; a server with room for them takes no whole weights",
     "weight_transfer": "the trainer sends weights by {}",
     "probe_ids": "the recipe's tokenizer encodes a probe text as {}, so the vocabularies differ",
 }
 _FITS: dict[str, Callable[[Any, Any], bool]] = {
     "model": _same_model,
-    **dict.fromkeys(("max_model_len", "max_logprobs"), lambda want, have: have >= want),
+    **dict.fromkeys(("max_model_len", "max_logprobs", "max_lora_rank"), lambda want, have: have >= want),
+    "max_loras": lambda want, have: have >= want if want else not have,
 }
 _CURE = "Start the server by `grpo-ext serve --config RECIPE`, or correct the recipe."
 

@@ -5,7 +5,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from functools import partial
@@ -55,6 +55,7 @@ class WeightClient(Client):
         self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
         self._updating = False
+        self._held = set[str]()
         super().__init__(base_url, timeout)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
@@ -75,7 +76,8 @@ class WeightClient(Client):
             )
         self.engine = wanted
         identity = self.identity()
-        self._updating &= identity == self.serving  # a restarted server has no unfinished push
+        if identity != self.serving:  # a restarted server has no unfinished push and no adapter
+            self._updating, self._held = False, set()
         self.serving = identity
         if wanted == "nccl":
             self._open_nccl(torch.device(device))
@@ -208,9 +210,12 @@ class WeightClient(Client):
             yield named
 
     def update_named_params(
-        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
+        self,
+        metadata: list[tuple[str, str, list[int]]],
+        named_params: Iterator[tuple[str, Tensor]],
+        adapter: Mapping[str, Any] | None = None,
     ) -> None:
-        """Send all weights.
+        """Send all weights, or by gloo those of an adapter; `adapter` is then what the server writes beside them.
 
         Raises:
             ServerTrouble: they did not arrive.
@@ -226,7 +231,7 @@ class WeightClient(Client):
             raise ServerTrouble(f"{self.base_url}: no transfer group is open")
         mark(self._store, self.owner)
         names, dtypes, shapes = (list(column) for column in zip(*metadata, strict=True))
-        info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        info = {"names": names, "dtype_names": dtypes, "shapes": shapes, "adapter": adapter}
         self._start_weight_update()
         received = in_thread(  # its workers receive while the server handles the request
             lambda: self._post(f"{self.base_url}/update_weights", json={"update_info": info})
@@ -240,6 +245,39 @@ class WeightClient(Client):
         if broken is not None:
             raise ServerTrouble(f"{self.base_url}: weights did not arrive: {broken}") from broken
         self._finish_weight_update()
+
+    def hold(self, adapters: Mapping[str, Mapping[str, Tensor]], config: Mapping[str, Any]) -> None:
+        """Make the server hold these adapters and no others; those that go stay until all others have arrived.
+
+        Args:
+            adapters: tensors by the adapter's name, which is also its folder on the server's machine.
+            config: of all of them, as in `adapter_config.json`.
+
+        Raises:
+            ServerTrouble: they did not arrive.
+            RuntimeError: the server cannot hold them.
+        """
+        for name in adapters.keys() - self._held:
+            self._send_adapter(adapters[name], {"folder": name, "config": config, "keep": [*self._held, *adapters]})
+            self._held.add(name)
+        for name in self._held - adapters.keys():
+            with suppress(RuntimeError):  # it is not there
+                self._post(f"{self.base_url}/v1/unload_lora_adapter", json={"lora_name": name})
+            self._held.remove(name)
+
+    def _send_adapter(self, tensors: Mapping[str, Tensor], adapter: Mapping[str, Any]) -> None:
+        metadata = [(key, str(t.dtype).removeprefix("torch."), list(t.shape)) for key, t in tensors.items()]
+        request = {"lora_name": adapter["folder"], "lora_path": adapter["folder"]}
+        try:
+            self.update_named_params(metadata, iter(tensors.items()), adapter)
+            self._post(f"{self.base_url}/v1/load_lora_adapter", json=request)
+        except (ServerTrouble, RuntimeError) as error:
+            if "has already been loaded" in str(error):  # by an attempt whose answer was lost
+                return
+            if "/v1/load_lora_adapter answered" not in str(error) or not self.healthy():
+                raise
+            cure = "Start it again by grpo-ext serve, or set vllm_push: merged."
+            raise RuntimeError(f"{self.base_url} does not take the adapter: {error}. {cure}") from error
 
     def reset_prefix_cache(self) -> None:
         """Remove what the server has cached by the weights before, as soon as it computes no request by them.
