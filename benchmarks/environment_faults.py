@@ -1,4 +1,4 @@
-"""1,000 injected faults of ten kinds: lost attempts, effects on the others, processes left behind.
+"""1,000 injected faults of ten kinds: lost episodes, effects on the others, processes left behind.
 
 A tiny model in float64 talks to 40 environments at a time; 20 of them fail, two of each kind. It is compared with the
 same generation without faults. `python benchmarks/environment_faults.py` writes results/environment_faults.json.

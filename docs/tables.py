@@ -322,7 +322,7 @@ def agents_table() -> str:
             f"{sum(paid):.0f} of {len(paid)}",
         )
         rows.append((run["agent"], run["version"], run["dialect"], run["model"], *cells))
-    columns = ("steps", "lost attempts", "turns", "contexts", "tokens read by a turn", "tokens sampled")
+    columns = ("steps", "lost episodes", "turns", "contexts", "tokens read by a turn", "tokens sampled")
     return table(("agent", "version", "dialect", "model", *columns, "all trained, as sampled", "paid"), rows)
 
 
