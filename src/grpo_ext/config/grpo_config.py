@@ -29,6 +29,11 @@ logger = logging.getLogger(__name__)
 _EXCHANGED = {
     "warmup_ratio": "Write warmup_steps: a value below 1 is a ratio.",
     "max_prompt_length": "Remove it, and leave longer prompts out of the dataset (a recipe has the key).",
+    "no_cuda": "Write use_cpu.",
+    "overwrite_output_dir": "Write resume_from_checkpoint: never.",
+    "torch_dtype": "Write model_init_kwargs: {dtype: ...}.",
+    "vllm_device": "Remove it: vLLM takes the trainer's device, or runs as a server.",
+    "vllm_guided_decoding_regex": "Write vllm_structured_outputs_regex.",
 }
 """Arguments of earlier versions of TRL and transformers, with what replaces them."""
 REMOVED = {

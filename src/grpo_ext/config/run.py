@@ -16,7 +16,6 @@ def _unused(name: str, reason: str, config: GRPOExtArguments) -> Iterator[Proble
 
 RUN_RULES: tuple[Rule, ...] = (
     *(partial(_unused, name, row.unused) for name, row in SETTINGS.items() if row.unused),
-    Conflict.of("do_eval eval_strategy=no", "it evaluates at no step", "Remove it, or set eval_strategy: steps."),
     Conflict.of("do_predict", "GRPO has no prediction", "Remove it."),
     Conflict.of(
         "neftune_noise_alpha",

@@ -47,6 +47,7 @@ def part_problems(
         yield from _model(model)
         for rule in (_quantized, _loading):
             yield from as_far_as_sound(rule(training, model))
+    yield from as_far_as_sound(_evaluation(training))
     yield from as_far_as_sound(_resume(training))
     yield from as_far_as_sound(_output(training))
     if script is not None:
@@ -111,6 +112,11 @@ def _loading(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:
         if key in given and is_set(model, name) and given[key] != getattr(model, name):
             beside = {name: getattr(model, name)}
             yield Problem(f"model_init_kwargs.{key}", given[key], "it overrides the setting", "Keep one.", beside)
+
+
+def _evaluation(training: GRPOExtConfig) -> Iterator[Problem]:
+    if training.do_eval and training.eval_strategy == "no":  # a script of one's own may evaluate by it
+        yield Problem("do_eval", True, "it evaluates at no step", "Remove it, or set eval_strategy: steps.")
 
 
 def _resume(training: GRPOExtConfig) -> Iterator[Problem]:
