@@ -111,7 +111,7 @@ def test_check_tells_what_an_engine_shares(capsys):
     assert "memory per replica about" in plan
 
 
-ALL = ("weights", "gradients", "Adam", "reference")
+ALL = ("weights", "gradients", "Adam", "reference", "teachers")
 ENGINES = {
     "single": Engine(),
     "ddp": Engine(),

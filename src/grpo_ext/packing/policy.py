@@ -286,7 +286,8 @@ class PrefixSharing:
             sizes = [len(ids) * columns for ids, _, columns in batches]
             supports = [None] * len(batches) if kept is None else [*kept.moved(places, sizes)]
         count = len(batches) if self.agreed is None or self.possible else self.agreed(len(batches))
-        scores = [plain(*batch, sets) for batch, sets in zip(batches, supports, strict=True)]
+        both = zip(batches, supports, strict=True)
+        scores = [plain(*batch) if sets is None else plain(*batch, sets) for batch, sets in both]
         ids, active, columns = batches[-1]
         for _ in range(count - len(batches)):
             spare = plain(ids[:1], active[:1], columns)[0].sum() * 0.0
