@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -425,6 +426,7 @@ class OneVersion(Copies):
 @pytest.mark.parametrize(("case", "ahead"), [("plain", 4), ("environments", 2)])
 def test_a_server_gets_new_weights_when_no_window_needs_the_old_ones(case, ahead, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_ext.trainer.ahead.samples_by_server", lambda _: True)
+    monkeypatch.setattr(GRPOExtTrainer, "vllm_generation", SimpleNamespace(adapts=False), raising=False)
     assert_same(
         trained(tmp_path / "server", ahead, sampler=OneVersion, **CASES[case]),
         trained(tmp_path / "sequence", ahead, in_sequence=True, **CASES[case]),

@@ -73,10 +73,7 @@ def adapter_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield A and scaling B of each layer, in PEFT's names, as copies on the CPU that are rounded once; collective.
 
-    Args:
-        model: the policy, which is only read.
-        dtype: of the engine.
-        gather, device: as in `effective_weights`.
+    All arguments are those of `effective_weights`.
     """
     name = model.active_adapters[0]
     for prefix, layers, _ in places(base_model(model)):

@@ -18,8 +18,6 @@ from grpo_ext.waiting import Wait, WaitedInVain, in_thread
 
 POLL_SECONDS = 5.0
 TOO_MANY_REQUESTS = 429
-DONE = b"Success"
-"""Begins vLLM's answer, which is no JSON, to a request about an adapter."""
 FRESH_SECONDS = 1.0
 """Age up to which metrics of the server are read again; a server takes longer to restart."""
 UNLABELLED = "default"
@@ -120,7 +118,7 @@ class Client(VLLMClient):
             response = future.result()
             waiting.progressed()
             if response.status_code == 200:
-                says_more = response.content and not response.content.startswith(DONE)
+                says_more = response.content and not response.content.startswith(b"Success")  # text, about an adapter
                 answer: dict[str, Any] = response.json() if says_more else {}
                 return answer
         except requests.RequestException as error:

@@ -169,11 +169,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
             raise ConfigError(problems)
 
     def _choose_push(self) -> None:
-        """Choose between the adapter alone and whole weights.
-
-        Raises:
-            ConfigError: `vllm_push` is 'adapter', and vLLM cannot hold it.
-        """
+        """Choose between the adapter alone and whole weights, or raise if `vllm_push` asks for what cannot be."""
         if (reason := self.whole or unheld(self.model)) is not None:
             return self._merge(reason)
         self.adapts, self.slots = True, slots(cast(PeftModel, self.model), self.ahead)
