@@ -150,7 +150,7 @@ NOW_AS_THE_ROW_SAYS = {
 """TRL's fields whose default is None here: "as the row says"."""
 OURS = {
     *("on_nonfinite", "shared_prefix"),
-    *("losses", "vllm_push", "skip_zero_advantages", "loss_defaults", "loss_kwargs", "kl_estimator", "kl_placement"),
+    *("losses", "skip_zero_advantages", "loss_defaults", "loss_kwargs", "kl_estimator", "kl_placement"),
     *("advantage_estimator", "advantage_kwargs", "missing_rewards", "loss_aggregation"),
     *("loss_aggregation_kwargs", "dynamic_sampling", "dynamic_sampling_max_rounds"),
     *("completion_length_counts", "environment_waves", "rollout_engine", "rollout_device"),
