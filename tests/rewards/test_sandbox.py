@@ -122,16 +122,16 @@ def test_what_is_forbidden_fails(name, method, world):
 @on_each_method
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_does_not_end_is_ended(name, method, world):
-    start = time.monotonic()
-    outcome = attack(ENDLESS[name], world, method, QUICK)
+    start, limits = time.monotonic(), QUICK
     by = {"stdout by the gigabyte": "output", "stderr by the gigabyte": "output"}
-    if method == "landlock":
-        by["thread bomb"] = "folder or threads"
+    if method == "landlock" and name == "thread bomb":  # a busy machine starts no 64 threads in a second
+        by[name], limits = "folder or threads", PATIENT
+    outcome = attack(ENDLESS[name], world, method, limits)
     if name != "many small files":  # which limit comes first depends on the disk
         assert outcome.stopped == by.get(name, "time"), outcome
     assert outcome.stopped
     assert not outcome.ok
-    assert outcome.seconds < QUICK.timeout + 20
+    assert outcome.seconds < limits.timeout + 20
     assert time.monotonic() - start < 120
     assert len(outcome.stdout) <= QUICK.output_kb << 10 >= len(outcome.stderr)
 
