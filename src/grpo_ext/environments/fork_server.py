@@ -71,7 +71,7 @@ class ForkServer:
         self._codes: dict[int, int | None] = {}
         self._running: set[int] = set()
         self._child.stream.send(imported)
-        self._ended = False
+        self._ended = self._interrupted = False
         answer = self._loaded()
         if answer is None or answer[0] != "loaded":
             code = self.close()
@@ -116,8 +116,8 @@ class ForkServer:
 
     @property
     def lost(self) -> bool:
-        """Whether the child is gone."""
-        return self._child.process.poll() is not None
+        """Whether the child is gone, or was told to be."""
+        return self._interrupted or self._child.process.poll() is not None
 
     def fork(self, number: int, seed: int) -> socket.socket:
         """Return our end of a socket to a new process.
@@ -191,6 +191,7 @@ class ForkServer:
                     room.register(self._control, selectors.EVENT_WRITE)
                     room.select(min(waited.look(), max(0.0, waited.left)))
         except (EnvironmentFailed, WaitedInVain):
+            self._interrupted = True
             self._child.interrupt()
             raise
 
