@@ -20,7 +20,7 @@ class _Other:
     """Facts about something that a run waits for, known by all the waits of its threads.
 
     Attributes:
-        longest: seconds of the longest silence that a line has told of.
+        longest: seconds of the longest silence that a line has named.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class _Other:
 
     @property
     def patience(self) -> float:
-        """Seconds of silence after which a line tells of it: the longest one before, from 8 to 30."""
+        """Seconds of silence after which a line names it: the longest one before, from 8 to 30."""
         return min(max(SILENT_SECONDS, self.longest), max(SILENT_SECONDS, MOST_SILENT_SECONDS))
 
     def hear(self) -> bool:
-        """Note a sign of life. Return whether a line has told of the silence before it."""
+        """Note a sign of life. Return whether a line has named the silence before it."""
         with self._lock:
             self._heard, since = time.monotonic(), self._silent_since
             self._silent_since = math.inf
@@ -44,7 +44,7 @@ class _Other:
             return True
 
     def silence(self, since: float, patience: float) -> float | None:
-        """Return seconds of silence for a wait that began at `since`, if a line is to tell of it; one of all waits."""
+        """Return seconds of silence for a wait that began at `since`, if a line is to name it; one of all waits."""
         with self._lock:
             since = max(since, self._heard)
             seconds = time.monotonic() - since

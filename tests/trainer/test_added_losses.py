@@ -203,6 +203,16 @@ def test_a_teacher_is_looked_at_before_a_model_is_loaded(model_path, teacher, tm
     assert inspected(model_path, initial, beta=0.1)[0].taught == 0
 
 
+def test_a_teacher_scores_over_the_tokens_that_the_sampler_kept(model_path, tmp_path):
+    """The policy before training is at no distance from itself, over the whole vocabulary and over a part of it."""
+    losses = [{"type": kind, "teacher": "initial"} for kind in ("reverse_kl", "jsd")]
+    trainer = build(model_path, tmp_path, [unit_interval], **STEP | {"max_steps": 2, "top_p": 0.7, "losses": losses})
+    trainer.train()
+    for name in ("losses/reverse_kl", "losses/jsd"):
+        first, second = (row[name] for row in trainer.state.log_history[:2])
+        assert abs(first) < 1e-12 < second
+
+
 def test_a_resumed_run_ends_with_the_same_bits(model_path, teacher, tmp_path):
     settings = {"losses": entries(teacher, *KINDS), "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     settings |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}

@@ -46,10 +46,10 @@ def server_url(recipe: Recipe) -> str:
     return c.vllm_server_base_url or f"http://{c.vllm_server_host}:{c.vllm_server_port}"
 
 
-def transfer_engine(recipe: Recipe) -> str:
-    """Return `vllm_weight_transfer`, with `auto` resolved for this machine; adapters go by gloo."""
+def transfer_engine(recipe: Recipe, slots: Mapping[str, Any]) -> str:
+    """Return `vllm_weight_transfer`, with `auto` resolved for this machine; adapters, in `slots`, go by gloo."""
     asked = recipe.training.vllm_weight_transfer
-    by_nccl = torch.cuda.is_available() and not on_cpu(recipe) and not adapter_slots(recipe)
+    by_nccl = torch.cuda.is_available() and not on_cpu(recipe) and not slots
     return asked if asked != "auto" else "nccl" if by_nccl else BACKEND
 
 
@@ -82,7 +82,7 @@ def sequence_length(recipe: Recipe) -> int | None:
 
 def wanted(recipe: Recipe) -> ServerFacts:
     """Return the recipe's requirements of its server."""
-    c, dtype = recipe.training, sampler_dtype(recipe)
+    c, dtype, slots = recipe.training, sampler_dtype(recipe), adapter_slots(recipe)
     keeps = scores_kept_sets(c)
     tokenizer: Any = load_tokenizer(recipe)
     prompt = recipe.data.max_prompt_length
@@ -92,15 +92,15 @@ def wanted(recipe: Recipe) -> ServerFacts:
         dtype=None if dtype == "auto" else dtype,
         logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps != "recomputed" or keeps else None,
         max_logprobs=most_logprobs(c.top_k) if keeps else None,
-        weight_transfer=transfer_engine(recipe),
-        **{"max_loras": 0} | adapter_slots(recipe),
+        weight_transfer=transfer_engine(recipe, slots),
+        **{"max_loras": 0} | slots,
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
     )
 
 
 def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> list[str]:
     """Return the server's command line; `extra` is passed to vLLM unchanged."""
-    c, room = recipe.training, adapter_slots(recipe)
+    c, slots = recipe.training, adapter_slots(recipe)
     flags: dict[str, Any] = {
         "--model": base_path(recipe),
         "--host": host,
@@ -109,9 +109,9 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
         "--max-model-len": sequence_length(recipe),
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": most_logprobs(c.top_k) if scores_kept_sets(c) else None,
-        "--max-lora-rank": room.get("max_lora_rank"),
-        "--max-loras": room.get("max_loras"),
-        "--weight-transfer-config": json.dumps({"backend": transfer_engine(recipe)}),
+        "--max-lora-rank": slots.get("max_lora_rank"),
+        "--max-loras": slots.get("max_loras"),
+        "--weight-transfer-config": json.dumps({"backend": transfer_engine(recipe, slots)}),
         "--tensor-parallel-size": c.vllm_tensor_parallel_size,
         "--gpu-memory-utilization": c.vllm_gpu_memory_utilization,
         "--model-impl": c.vllm_model_impl,
@@ -120,7 +120,7 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
     }
     if on_cpu(recipe) and samples_by_server(c) and "max_num_batched_tokens" not in given_options(c):
         flags["--max-num-batched-tokens"] = MANY_TOKENS
-    switches = {"--enforce-eager": on_cpu(recipe), "--enable-lora": room, "--trust-remote-code": c.trust_remote_code}
+    switches = {"--enforce-eager": on_cpu(recipe), "--enable-lora": slots, "--trust-remote-code": c.trust_remote_code}
     line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in flags.items():
         line += [name, str(value)] if value is not None else []

@@ -15,7 +15,7 @@ from grpo_ext.config.setting import (
 )
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.combinations import combinations
-from grpo_ext.objective.estimate import estimators  # all, of which some are registered beside `advantages`
+from grpo_ext.objective.estimate import estimators  # all: some are registered beside `advantages`
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.losses import losses
 from grpo_ext.objective.ratios import ratios

@@ -1,4 +1,4 @@
-"""What a setting declares beside its default: help, bounds, choices, what it waits for, what a change does."""
+"""A setting's declaration beside its default: help, bounds, choices, what it waits for, what a change does."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Change(Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is declared about a setting, by default: any value of its type, and a change makes it another run.
+    """The declaration of a setting, by default: any value of its type, and a change makes it another run.
 
     Args:
         within: bounds of a number.

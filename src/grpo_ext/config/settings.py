@@ -29,7 +29,7 @@ _OF_OTHERS = {
     "temperature": Setting(Within(above=0.0, because="at 0 every completion of a group is the same")),
     "num_generations": Setting(Within(least=2.0, because="a group baseline needs at least 2 completions per prompt")),
     "seed data_seed": Setting(Within(least=0.0, most=2.0**32 - 1, because="NumPy takes no other seeds")),
-    # What waits for another setting.
+    # Waiting for another setting.
     "entropy_coef_delta entropy_target": Setting(NOT_NEGATIVE, needs=_ADAPTIVE),
     "entropy_coef_min entropy_coef_max": Setting(needs=_ADAPTIVE),
     "ref_model_sync_steps": Setting(COUNT, needs=_SYNCED),
@@ -48,14 +48,14 @@ _OF_OTHERS = {
     "streaming test_split_size": Setting(needs=("datasets",)),
     "dataset_config dataset_train_split dataset_streaming": Setting(needs=_ONE_DATASET),
     "dataset_test_split": Setting(needs=_ONE_DATASET, change=Change.NOTHING),
-    # What GRPO does not use.
+    # Without a use in GRPO.
     "label_smoothing_factor": Setting(unused="GRPO has no labels to smooth"),
     "label_names": Setting(unused="GRPO has no labels"),
     "train_sampling_strategy length_column_name": Setting(
         unused="the sampler keeps the completions of a prompt together"
     ),
     "include_for_metrics batch_eval_metrics": Setting(unused="no compute_metrics is called", change=Change.NOTHING),
-    # What may change in a resume.
+    # A change of these is no other run.
     "model_name_or_path model_revision": Setting(change=Change.MODEL),
     "max_steps": Setting(change=Change.LENGTH),
     "num_train_epochs": Setting(POSITIVE, change=Change.LENGTH),
@@ -86,7 +86,7 @@ SETTINGS: dict[str, Setting] = {
     **{name: row for names, row in _OF_OTHERS.items() for name in names.split()},
     **{f.name: f.metadata["setting"] for part in (TrainingSettings, RecipeSettings) for f in fields(part)},
 }
-"""What is declared about a setting; one without a row has the default, `Setting()`."""
+"""All declarations by the setting's name; one without a row has the default, `Setting()`."""
 FUNCTIONS = ("loss_type", *(name for name, row in SETTINGS.items() if row.function))
 """Settings that may name a function of the user's."""
 REWARD_OPERATION = (".timeout", ".retries", ".isolate", ".independent")

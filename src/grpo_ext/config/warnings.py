@@ -25,7 +25,7 @@ from grpo_ext.versions import untested
 def is_on(switch: str, values: Any) -> bool:
     """Return whether "use_vllm: true", "test_size", "rollout_drift above 0", or one "or" the other is so in `values`.
 
-    What `values` lack counts as so: it is left to who has it.
+    A name that `values` lack counts as so: another object has it.
     """
     if " or " in switch:
         return any(is_on(part, values) for part in switch.split(" or "))

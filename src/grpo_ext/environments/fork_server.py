@@ -116,7 +116,7 @@ class ForkServer:
 
     @property
     def lost(self) -> bool:
-        """Whether the child is gone, or was told to be."""
+        """Whether the child is gone, or has been interrupted."""
         return self._interrupted or self._child.process.poll() is not None
 
     def fork(self, number: int, seed: int) -> socket.socket:

@@ -10,7 +10,7 @@ An estimator requests further tensors by name, as positional parameters behind `
 - `log_metric(name, value)`: logs a metric;
 - `mask`, or `completion_mask`, [groups, completions, time]: the active tokens, or None where each completion counts as
   one token;
-- `completion_ids` [groups, completions, time]: the tokens, whatever lies under the mask;
+- `completion_ids` [groups, completions, time]: the tokens, also those under the mask;
 - `per_token_logps`, `entropies` [groups, completions, time]: of the policy, before it trains on the generation;
 - `old_per_token_logps`: those in the denominator of the ratio; `sampling_per_token_logps`: the sampler's, NaN where it
   has none; `ref_per_token_logps`: the reference's;

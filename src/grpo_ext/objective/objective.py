@@ -27,7 +27,7 @@ TENSORS = (
 KL_INPUTS = ("log_ref_ratio", "log_ratio", "mask")
 TURN_INPUTS = ("turn_rewards", "turns", "states")
 FORWARD_INPUTS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logps", "entropies")
-"""What an estimator sees of a forward."""
+"""Figures of a forward that an estimator may ask for."""
 TOKEN_INPUTS = ("mask", "completion_mask", "completion_ids", "sampling_per_token_logps", *FORWARD_INPUTS)
 MARK_INPUTS = ("advantages", *TOKEN_INPUTS)
 ESTIMATOR_INPUTS = ("history", "log_metric", "kl_rewards", *TURN_INPUTS, *TOKEN_INPUTS, "columns")

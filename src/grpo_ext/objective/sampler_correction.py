@@ -78,7 +78,7 @@ class SamplerRule:
 
 
 DEFAULT = (SamplerRule(upper=2.0),)
-"""Token ratios cut at 2: no completion is dropped, whatever its length."""
+"""Token ratios cut at 2: no completion is dropped for its length."""
 
 
 def trl_rule(mode: str, lower: float | None, upper: float | None) -> SamplerRule:

@@ -64,7 +64,7 @@ class Turn:
     Where a context was rewritten these include the history, so that no two states are equal.
     """
     support: "Tensor | None" = field(default=None, compare=False, repr=False)
-    """As in `Sample`, of the sampled ids at least. A pickled turn has none: a batch holds those of its rows."""
+    """That of `Sample`, for the sampled ids at least. A pickled turn has none: a batch holds those of its rows."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "support": None}

@@ -67,9 +67,8 @@ class LabelledLogProbs(torch.autograd.Function):
         kept: SamplingSupport | None = None,
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
         ctx.set_materialize_grads(False)
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        ctx.form = Form(dtype, temperature, softcap, scale, kept)
+        ctx.form = Form.of(hidden, temperature, softcap, scale, kept)
+        dtype = ctx.form.dtype
         logps = torch.empty(len(hidden), dtype=ctx.form.exact, device=hidden.device)
         entropies = torch.empty_like(logps) if "entropy" in outputs else None
         head, whole = head_of(weight, bias, dtype), []
@@ -150,6 +149,20 @@ class Form(NamedTuple):
     softcap: float | None
     scale: float
     kept: SamplingSupport | None
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        temperature: float,
+        softcap: float | None,
+        scale: float,
+        kept: SamplingSupport | None = None,
+    ) -> "Form":
+        """Return the form of a forward, whose products are in autocast's precision."""
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        return cls(dtype, temperature, softcap, scale, kept)
 
     @property
     def exact(self) -> torch.dtype:

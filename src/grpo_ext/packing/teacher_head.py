@@ -5,9 +5,9 @@ for the policy the divergence takes the place of log-probabilities, and passes t
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -89,6 +89,20 @@ def _form_of(teacher: TeacherHead, form: Form) -> Form:
     return form._replace(softcap=teacher.softcap, scale=teacher.scale)
 
 
+class _Call(NamedTuple):
+    """The arguments of TRL's LM head."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    temperature: float
+    chunk_size: int
+    softcap: float | None = None
+    scale: float = 1.0
+    outputs: tuple[str, ...] = ()
+
+
 def teacher_head(
     score: Callable[[], object],
     labelled: Bool[Tensor, "rows width"],
@@ -102,21 +116,12 @@ def teacher_head(
     """
     kept = list[TeacherHead]()
 
-    def apply(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None = None,
-        scale: float = 1.0,
-        outputs: tuple[str, ...] = (),
-    ) -> tuple[Tensor, None, None, None, None]:
-        held = [x if x is None or stays else x.detach().clone() for x in (weight, bias)]
-        assert held[0] is not None
-        kept.append(TeacherHead(hidden.detach()[_places(hidden, labelled, counted)], held[0], held[1], softcap, scale))
-        return hidden.new_zeros(len(hidden)), None, None, None, None
+    def apply(*args: Any) -> tuple[Tensor, None, None, None, None]:
+        call = _Call(*args)
+        hidden = call.hidden.detach()[_places(call.hidden, labelled, counted)]
+        weight, bias = (x if x is None or stays else x.detach().clone() for x in (call.weight, call.bias))
+        kept.append(TeacherHead(hidden, cast(Tensor, weight), bias, call.softcap, call.scale))
+        return call.hidden.new_zeros(len(call.hidden)), None, None, None, None
 
     with torch.no_grad(), _head_function(apply):
         score()
@@ -134,26 +139,23 @@ def divergence_from(
 ) -> Tensor:
     """Return `score()`, a forward by TRL, with the divergence from the teacher in place of log-probabilities."""
 
-    def apply(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None = None,
-        scale: float = 1.0,
-        outputs: tuple[str, ...] = (),
-    ) -> tuple[Tensor, Tensor, None, None, None]:
-        device, places = hidden.device.type, _places(hidden, labelled, counted)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        form, divergence = Form(dtype, temperature, softcap, scale, None), partial(pointwise, beta=beta, clip=clip)
-        found = VocabularyDivergence.apply(hidden[places], weight, bias, form, teacher, divergence)
-        every = found.new_zeros(len(hidden)).index_copy(0, places, found)
+    def apply(*args: Any) -> tuple[Tensor, Tensor, None, None, None]:
+        call = _Call(*args)
+        places, form = (
+            _places(call.hidden, labelled, counted),
+            Form.of(call.hidden, call.temperature, call.softcap, call.scale),
+        )
+        divergence = partial(pointwise, beta=beta, clip=clip)
+        found = VocabularyDivergence.apply(call.hidden[places], call.weight, call.bias, form, teacher, divergence)
+        every = found.new_zeros(len(call.hidden)).index_copy(0, places, found)
         return every, every.detach(), None, None, None
 
     with _head_function(apply):
         return score()
+
+
+def _head_function(apply: Callable[..., Any]) -> AbstractContextManager[None]:
+    return temporarily(utils, _ChunkedLogProbFunction=HeadFunction(apply))
 
 
 def _places(hidden: Tensor, labelled: Tensor, counted: Tensor) -> Tensor:
@@ -163,9 +165,3 @@ def _places(hidden: Tensor, labelled: Tensor, counted: Tensor) -> Tensor:
     """
     among, wanted = labelled[:, 1:].flatten(), counted[:, 1:].flatten()
     return (wanted[among] if len(hidden) == among.sum() else wanted).nonzero()[:, 0]
-
-
-@contextmanager
-def _head_function(apply: Callable[..., Any]) -> Iterator[None]:
-    with temporarily(utils, _ChunkedLogProbFunction=HeadFunction(apply)):
-        yield

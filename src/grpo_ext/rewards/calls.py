@@ -93,7 +93,7 @@ class Call:
 
 @contextmanager
 def contained(spec: RewardSpec, cure: str, columns: Columns) -> Iterator[Call]:
-    """Yield a call to make and complete; whatever is raised is its outcome. `cure` is for a call that takes long."""
+    """Yield a call to make and complete; an exception becomes its outcome. `cure` is for a call that takes long."""
     callbacks, extras, metrics = logging_callbacks()
     made, began = Call({**columns, **callbacks, **spec.kwargs}), time.monotonic()
     try:

@@ -47,7 +47,7 @@ class RolloutBatch:
     kept: list[Tensor] = field(default_factory=list)
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.sampling_support`."""
     turns: list[Turn] = field(default_factory=list)
-    """What TRL's loop of tools has sampled, with the sampling supports."""
+    """The turns that TRL's loop of tools has sampled, with the sampling supports."""
     images: list[RowImages] = field(default_factory=list)
     """The images of each row, as in `packing.images`; empty where no row has any."""
     played: Sequence[tuple[Trajectory, Any]] = ()

@@ -128,7 +128,5 @@ def turns_of_row(prompt_ids: list[int], completion_ids: list[int], turns: Sequen
         if sampled == turn.sampled[: len(sampled)] and ids[:begin] == turn.context:
             of_row[begin] = replace(turn, sampled=sampled)
     if len(prompt_ids) not in of_row:
-        raise ValueError(
-            "a completion has other tokens than those sampled, of which top_p, top_k or min_p left some out."
-        )
+        raise ValueError("a completion has other tokens than those sampled, and top_p, top_k or min_p left some out.")
     return Trajectory([turn for _, turn in sorted(of_row.items())])

@@ -234,8 +234,8 @@ def _ignore(name: str, value: float) -> None:
 
 def columns_of_groups(rows: Sequence[Mapping[str, Any]], group: int, processes: int) -> dict[str, list[Any]]:
     """Return the columns of all processes' rows, one value for each group; images are left out."""
-    told = [{name: value for name, value in row.items() if name not in IMAGE_COLUMNS} for row in rows]
-    every = gather_object(told) if processes > 1 else told
+    plain = [{name: value for name, value in row.items() if name not in IMAGE_COLUMNS} for row in rows]
+    every = gather_object(plain) if processes > 1 else plain
     return {name: [row[name] for row in every[::group]] for name in every[0]}
 
 

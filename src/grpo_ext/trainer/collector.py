@@ -40,7 +40,7 @@ class Collector:
     """Makes the generations of a trainer.
 
     Attributes:
-        log: its log; tells also whether it trains or evaluates.
+        log: its log, which knows whether it trains or evaluates.
         policy: the policy as its own sampler, or vLLM with its present weights.
         inference_engine: the sampler that runs beside training: a process, or a vLLM server.
         dynamic: replaces groups without a signal, for `dynamic_sampling`.
@@ -170,7 +170,7 @@ class Collector:
         return completion_ids, logprobs
 
     def add_supports(self, generated: Generated) -> None:
-        """Note the sampling supports of what TRL's loop has made of the turns."""
+        """Note the sampling supports of the completions that TRL's loop has made of the turns."""
         rollouts = self._current
         if rollouts is not None and rollouts.turns:
             rows = zip(generated.prompt_ids, generated.completion_ids, strict=True)

@@ -52,7 +52,7 @@ class RewardCollector:
             for name, reward in zip(self.names, rewards, strict=True)
             if not isinstance(reward, torch.nn.Module)
         }
-        """What scores by each function, by its name; a reward without one is a model, which TRL's code scores."""
+        """The scorer of each function, by its name; a reward without one is a model, which TRL's code scores."""
         self.runtime = next((s.runtime for s in self.scorers.values() if s.runtime is not None), None)
 
     def schedule_weights(self, state: TrainerState) -> None:

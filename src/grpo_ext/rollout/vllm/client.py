@@ -1,4 +1,4 @@
-"""TRL's vLLM client with a limit on every wait: requests, and what tells a server from a restarted one."""
+"""TRL's vLLM client with a limit on every wait: requests, and the server's identity."""
 
 import json
 import math
@@ -151,7 +151,7 @@ class Client(VLLMClient):
         return self._metric("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{", within=within)
 
     def identity(self) -> str | None:
-        """Return what tells the server from a restarted one, and its weights' label; None if it does not answer.
+        """Return the server's identity, which changes with a restart, and its weights' label; None without an answer.
 
         Without a start time, as where several processes take its requests, it is the identifier of its configuration.
         Releases of vLLM before 0.31 have no label.

@@ -69,7 +69,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
     """
 
     vllm_client: WeightClient
-    """Of the main process."""
+    """The client of the main process."""
     _weight_metadata: Any
     server_base_url: str | None
     tp_group: Any = None

@@ -22,18 +22,16 @@ if TYPE_CHECKING:
 Call: TypeAlias = Callable[[], list[Sampled]]
 TIES = 16
 """Tokens beyond top_k that vLLM is asked for: it may keep all that are as likely as the last one."""
-
-
-def most_logprobs(top_k: int) -> int:
-    """Return the number of log-probabilities at a token that a sampling support is read from."""
-    return top_k + TIES if top_k else WHOLE
-
-
 MINUS_INFINITY = -9999.0
 """A server's way to write minus infinity."""
 
 Values = Sequence[Sequence[float | None]]
 """Log-probabilities at each token of a completion; None for NaN."""
+
+
+def most_logprobs(top_k: int) -> int:
+    """Return the number of log-probabilities at a token that a sampling support is read from."""
+    return top_k + TIES if top_k else WHOLE
 
 
 def seed_of(stream: np.random.Generator) -> int:
@@ -42,7 +40,7 @@ def seed_of(stream: np.random.Generator) -> int:
 
 
 class Request(NamedTuple):
-    """What is sent to a server at once: one context with a seed, or contexts that share the server's random state."""
+    """The content of one request: one context with a seed, or contexts that share the server's random state."""
 
     contexts: list[list[int]]
     limit: int
