@@ -107,6 +107,8 @@ class Scorer:
 
     def stock(self, model: nn.Module, *rows: Any, kept: Any = None, **options: Any) -> Scores:
         """Score rows by TRL's forward, whose arguments it takes, in the way that was chosen."""
+        if not any(self.way):
+            return self.trl(model, *rows, **options)
         with self.way.of(self._base(model), rows[2], self.temperature, kept):
             return self.trl(model, *rows, **options)
 

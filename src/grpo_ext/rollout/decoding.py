@@ -312,12 +312,9 @@ def padded(
     """Return contexts padded on the left, as TRL pads them, and their mask."""
     longest = max(map(len, contexts))
     width = longest if multiple is None else -(-longest // multiple) * multiple
-    ids = torch.full((len(contexts), width), pad)
-    mask = torch.zeros_like(ids)
-    for i, context in enumerate(contexts):
-        ids[i, width - len(context) :] = torch.tensor(context)
-        mask[i, width - len(context) :] = 1
-    return ids, mask
+    ids = [[pad] * (width - len(context)) + list(context) for context in contexts]
+    mask = [[0] * (width - len(context)) + [1] * len(context) for context in contexts]
+    return torch.tensor(ids), torch.tensor(mask)
 
 
 def ended(ids: list[int], ends: Collection[int]) -> list[int]:

@@ -44,13 +44,17 @@ class GroupedEngine:
     Args:
         required: raise where the decoding is not exact, instead of falling back to `model.generate`.
         keeps: record, in training, the tokens that a truncated sampler kept, also where `model.generate` decodes.
+        records: record, in training, the log-probability of each token that `model.generate` draws.
 
     Attributes:
         refusal: why the engine falls back to `model.generate`; empty while it does not.
     """
 
-    def __init__(self, *, required: bool = False, keeps: bool = False, refusal: str = "") -> None:
-        self.required, self.keeps, self.refusal, self._looked = required, keeps, refusal, False
+    def __init__(
+        self, *, required: bool = False, keeps: bool = False, records: bool = True, refusal: str = ""
+    ) -> None:
+        self.required, self.keeps, self.records, self.refusal = required, keeps, records, refusal
+        self._looked = False
 
     def refuse(self, reason: str) -> None:
         """Fall back to `model.generate` from now on.
@@ -84,7 +88,8 @@ class GroupedEngine:
             self.refuse(str(error))
         self._check_length(model, inputs["input_ids"].shape[1] + inputs["generation_config"].max_new_tokens)
         mode = inputs["generation_config"].get_generation_mode()
-        draws = DrawLog(log) if model.training and mode is GenerationMode.SAMPLE else None
+        records = self.records and model.training and mode is GenerationMode.SAMPLE
+        draws = DrawLog(log) if records else None
         if draws is None and log is None:
             return model.generate(**inputs), found
         output = model.generate(**inputs, custom_generate=_recorded(draws or DrawLog(log)))
@@ -144,7 +149,7 @@ class TransformersSampler:
     ) -> list[Sampled]:
         """Sample a completion after each context, as `PolicySampler` does."""
         longest, rows = max(limits, default=1), len(contexts)
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        training = cast(Any, self.trainer.model).training
         beyond = [len(ids) + longest > self.positions for ids in contexts]
         if any(beyond) and not all(beyond) and not self.collective and not fields:
             return self._in_two(contexts, limits, streams, beyond)  # the others must not run out of positions
@@ -156,7 +161,7 @@ class TransformersSampler:
         device, uniforms = self.trainer.accelerator.device, None
         if streams is not None:
             uniforms = torch.from_numpy(numbers_drawn(streams, limits, rows, longest))
-        elif model.training and not self.engine.refusal:
+        elif training and not self.engine.refusal:
             # not in an evaluation, which draws as `generate` does, whatever the launch
             uniforms = torch.rand(rows, longest, dtype=widest(device), device=device)
         filled = contexts + [[self.trainer.eos_token_ids[0]]] * (rows - len(contexts))
@@ -192,7 +197,7 @@ class TransformersSampler:
         self, contexts: list[list[int]], longest: int, uniforms: Tensor | None, fields: Mapping[str, Any]
     ) -> list[Sampled]:
         trainer = self.trainer
-        config = copy.deepcopy(trainer.generation_config)
+        config = copy.copy(trainer.generation_config)
         config.max_new_tokens = longest
         inputs = Trainer._prepare_inputs(trainer, self._tensors(contexts, fields))
         width = inputs["input_ids"].shape[1]
@@ -223,7 +228,7 @@ class TransformersSampler:
         args = cast(GRPOExtConfig, trainer.args)
         kwargs, gathers = cast(Any, args.gradient_checkpointing_kwargs), args.ds3_gather_for_generation
         with (
-            disable_gradient_checkpointing(trainer.accelerator.unwrap_model(trainer.model), kwargs),
+            disable_gradient_checkpointing(cast(Any, trainer.model), kwargs),
             unwrap_model_for_generation(
                 trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gathers
             ) as model,
@@ -243,7 +248,7 @@ class ContinuousBatchingSampler(TransformersSampler):
     def _generated(
         self, contexts: list[list[int]], longest: int, uniforms: Tensor | None, fields: Mapping[str, Any]
     ) -> list[Sampled]:
-        config = copy.deepcopy(self.trainer.generation_config)
+        config = copy.copy(self.trainer.generation_config)
         config.max_new_tokens = longest
         with temporarily(self.trainer, generation_config=config):
             found, _ = GRPOTrainer._generate_single_turn(self.trainer, contexts, None, {}, 1)
@@ -318,7 +323,9 @@ def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine:
     """
     keeps, asked = scores_kept_sets(args), args.rollout_engine_resolved
     if asked == "generate":
-        return GroupedEngine(keeps=keeps, refusal="rollout_engine is 'generate'")
+        asks = "sampling_per_token_logps" in args.objective.generation_inputs
+        records = asks or args.loss_defaults != "trl"  # stock TRL does not, and each token costs a softmax
+        return GroupedEngine(keeps=keeps, records=records, refusal="rollout_engine is 'generate'")
     engine = GroupedEngine(required=asked == "grouped", keeps=keeps)
     if sharded:
         engine.refuse("the weights are sharded over processes")

@@ -84,12 +84,13 @@ class Log:
         generated, table, count = batch.generated, self.table, len(batch.rows)
         assert generated is not None
         assert batch.rewards is not None
-        table["prompt"].extend(gather_object(without_secrets(list(prompts))))
-        table["completion"].extend(gather_object(without_secrets(generated.completions)))
+        shown = without_secrets([list(prompts), list(generated.completions), batch.logged])
+        for column, values in zip(("prompt", "completion"), shown, strict=False):
+            table[column].extend(gather_object(values))
         for name, values in zip(reward_names, batch.rewards.T.tolist(), strict=True):
             table["rewards"][name].extend(values)
         table["advantages"].extend(advantages)
-        for column in sorted(set(gather_object(list(batch.logged)))):  # in the same order on all processes
-            table["extra"][column].extend(gather_object(without_secrets(batch.logged.get(column, [None] * count))))
+        for column in sorted(set(gather_object(list(shown[2])))):  # in the same order on all processes
+            table["extra"][column].extend(gather_object(shown[2].get(column, [None] * count)))
         if generated.images is not None and images:
             table["images"].extend(gather_object(generated.images))

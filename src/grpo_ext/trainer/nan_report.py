@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from transformers import TrainerState
 
 from grpo_ext.errors import NonFiniteError
@@ -125,21 +126,25 @@ _CURE = "Lower learning_rate or train in another precision, and resume from the 
 
 
 def overflowed(weights: Sequence[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first weight that holds NaN, inf or a value beyond LARGEST_WEIGHT; one device sync."""
-    sizes = largest_by_name(weights)
-    if not sizes or torch.stack(list(sizes.values())).max() <= LARGEST_WEIGHT:  # False where the maximum is NaN
+    """Return the name of the first weight that holds NaN, inf or a value beyond LARGEST_WEIGHT; one device sync.
+
+    No value exceeds the norm of all, which is several times faster than the largest one; it is NaN or inf with one.
+    """
+    if get_total_norm([w for _, w in _floating(weights)]) <= LARGEST_WEIGHT:
         return None
-    return next(name for name, size in sizes.items() if not size <= LARGEST_WEIGHT)
+    return next((name for name, size in largest_by_name(weights).items() if not size <= LARGEST_WEIGHT), None)
 
 
 def largest_by_name(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the largest absolute value of each floating-point weight, as scalars on the first weight's device.
-
-    Quantized weights are left out: torch has no norm of numbers of 8 bits, nor of tensor types for packed ones.
-    """
-    floating = [(name, w.detach()) for name, w in weights if w.is_floating_point() and w.numel()]
-    floating = [(name, w) for name, w in floating if w.dtype.itemsize > 1 and type(w) is Tensor]
+    """Return the largest absolute value of each floating-point weight, as scalars on the first weight's device."""
+    floating = _floating(weights)
     return {n: torch.linalg.vector_norm(w, math.inf).to(floating[0][1].device, torch.float32) for n, w in floating}
+
+
+def _floating(weights: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Leave out quantized weights: torch has no norm of numbers of 8 bits, nor of tensor types for packed ones."""
+    floating = [(name, w.detach()) for name, w in weights if w.is_floating_point() and w.numel()]
+    return [(name, w) for name, w in floating if w.dtype.itemsize > 1 and type(w) is Tensor]
 
 
 def check_weights(model: nn.Module, steps: TrainerState) -> None:
