@@ -65,12 +65,13 @@ def test_a_machine_without_a_gpu_trains_on_its_cpu_in_float32(caplog):
 
 def test_arguments_of_other_versions_are_all_named_with_a_cure():
     with pytest.raises(ConfigError) as caught:
-        GRPOExtConfig("out", warmup_ratio=0.1, max_prompt_length=512, learning_rte=1e-6, overlap="step", **CPU)
-    warmup, prompts, rate, overlap = caught.value.problems
+        GRPOExtConfig("out", warmup_ratio=0.1, max_prompt_length=512, learning_rte=1e-6, overlap="step", beta=-1.0, **CPU)
+    warmup, prompts, rate, overlap, beta = caught.value.problems
     assert str(warmup) == "warmup_ratio=0.1: no such argument. Write warmup_steps: a value below 1 is a ratio."
     assert prompts.cure.startswith("Remove it, and leave longer prompts out of the dataset")
     assert rate.cure == "Did you mean 'learning_rate'?"
     assert overlap.cure.startswith("Set rollout_ahead: 1")
+    assert beta.field == "beta"  # an unknown name hides no other mistake
 
 
 def test_a_subclass_may_take_further_arguments():

@@ -73,13 +73,18 @@ class GRPOExtConfig(GRPOExtArguments):
     """
 
     def __new__(cls, *args: Any, **given: Any) -> "GRPOExtConfig":
-        """Refuse all unknown arguments at once, with a cure for each, where Python would name the first."""
+        """Refuse all unknown arguments at once, with a cure for each, and what is wrong with the others."""
         known = inspect.signature(cls.__init__).parameters
         exact = all(p.kind is not p.VAR_KEYWORD for p in known.values())
         unknown = {name: value for name, value in given.items() if exact and name not in known}
-        if unknown:
-            raise ConfigError([Problem(name, unknown[name], *_unknown(name, known)) for name in unknown])
-        return super().__new__(cls)
+        if not unknown:
+            return super().__new__(cls)
+        problems = [Problem(name, unknown[name], *_unknown(name, known)) for name in unknown]
+        try:
+            cls(*args, **{name: value for name, value in given.items() if name not in unknown})
+        except ConfigError as error:
+            problems += error.problems
+        raise ConfigError(problems)
 
     def __post_init__(self) -> None:
         """Raise all problems at once, else let TRL derive its fields, and log warnings."""

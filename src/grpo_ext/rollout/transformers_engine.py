@@ -23,7 +23,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.config.truncation import OF_THE_MODEL, scores_kept_sets
+from grpo_ext.config.truncation import OF_THE_MODEL, reshaping, scores_kept_sets
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.ratios import widest
 from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
@@ -323,8 +323,8 @@ def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine:
     """
     keeps, asked = scores_kept_sets(args), args.rollout_engine_resolved
     if asked == "generate":
-        asks = "sampling_per_token_logps" in args.objective.generation_inputs
-        records = asks or args.loss_defaults != "trl"  # stock TRL does not, and each token costs a softmax
+        asks = "sampling_per_token_logps" in args.objective.generation_inputs or reshaping(args)
+        records = bool(asks or args.loss_defaults != "trl")  # stock TRL does not, and each token costs a softmax
         return GroupedEngine(keeps=keeps, records=records, refusal="rollout_engine is 'generate'")
     engine = GroupedEngine(required=asked == "grouped", keeps=keeps)
     if sharded:

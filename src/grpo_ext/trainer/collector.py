@@ -64,6 +64,7 @@ class Collector:
     def __post_init__(self, made: Callable[[Source], RolloutWorker]) -> None:
         self.worker = made(self)
         self.episode_runner = self.worker.episode_runner
+        self.wants_supports = scores_kept_sets(self.hooks.args)
         if self.hooks.args.rollout_ahead and self.inference_engine is not None:
             runtime = self.rewards.runtime
             self.ahead = RolloutsAhead(self.hooks, self.inference_engine, self.worker, runtime, self.times)
@@ -148,7 +149,7 @@ class Collector:
         if self.inference_engine is not None and training and rollouts.attempts:
             version = self._published(self.inference_engine)
         rows = rollouts.rows, prompts, contexts, rollouts.attempts
-        supports, records = training and scores_kept_sets(self.hooks.args), training or self.hooks.args.use_vllm
+        supports, records = training and self.wants_supports, training or self.hooks.args.use_vllm
         return RolloutRequest(*rows, self.policy.limit, version, step, fields, group, supports, records)
 
     def turn(

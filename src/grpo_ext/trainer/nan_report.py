@@ -130,7 +130,7 @@ def overflowed(weights: Sequence[tuple[str, Tensor]]) -> str | None:
 
     No value exceeds the norm of all, which is several times faster than the largest one; it is NaN or inf with one.
     """
-    if get_total_norm([w for _, w in _floating(weights)]) <= LARGEST_WEIGHT:
+    if get_total_norm([w for _, w in _floating(weights)]).float() <= LARGEST_WEIGHT:  # float16 holds no such bound
         return None
     return next((name for name, size in largest_by_name(weights).items() if not size <= LARGEST_WEIGHT), None)
 
