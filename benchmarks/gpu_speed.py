@@ -101,7 +101,7 @@ class Side:
         self.trainer.current_gradient_accumulation_steps = 1
         self.inputs = work.batch(device)
         if isinstance(self.trainer, GRPOExtTrainer) and self.trainer.sharing.possible:
-            self.inputs = regroup([self.inputs], 1, skip_silent=True)[0]  # as the trainer's `_prepare_inputs` does
+            self.inputs = regroup([self.inputs], 1, skip_zero_advantages=True)[0]  # as `_prepare_inputs` does
 
     def __call__(self) -> float:
         start = self.clock()

@@ -30,7 +30,7 @@ def exact() -> dict[str, Any]:
                 worst = max(worst, (mean / slope(rate, k) - at.rise).abs().max().item() / at.rise.abs().max().item())
         errors[str(group)] = worst
     noise = {f"k = {k}": [_noise(rate, k) for rate in RATES] for k in (1, 2, 4, 7)}
-    silent = {f"k = {k}": [_silent(rate, k) for rate in RATES] for k in (1, 2, 4, 7)}
+    silent = {f"k = {k}": [_zero_variance(rate, k) for rate in RATES] for k in (1, 2, 4, 7)}
     return {"errors": errors, "noise": noise, "silent": silent, "best": {str(k): list(best(k)) for k in ARMS}}
 
 
@@ -38,7 +38,7 @@ def _noise(rate: float, k: int) -> float:
     return moments(estimator("pass_at_k", k=k), [prompt(rate)], 8)[0].noise
 
 
-def _silent(rate: float, k: int, group: int = 8) -> float:
+def _zero_variance(rate: float, k: int, group: int = 8) -> float:
     """Return the chance of a group of 8 in which every advantage is 0."""
     rewards = rewards_of(range(group + 1), group)
     zero = (advantages(estimator("pass_at_k", k=k), rewards) == 0).all(1)

@@ -108,7 +108,7 @@ def _prompt_problems(run: Run, rows: object, name: str) -> tuple[list[Problem], 
 
 def _reward_problems(run: Run) -> tuple[list[Problem], list[str]]:
     """Return why no row can be scored, and warnings about rewards that cannot score some rows, or any."""
-    problems, silent, notes = list[Problem](), list[Problem](), list[Problem]()
+    problems, scoreless, notes = list[Problem](), list[Problem](), list[Problem]()
     train, given = run.data.train, dict.fromkeys(run.data.train.column_names)
     for spec in run.rewards:
         try:
@@ -120,12 +120,12 @@ def _reward_problems(run: Run) -> tuple[list[Problem], list[str]]:
         found += unreadable([spec], train)
         found += unseen_layout(spec, train, run.tokenizer, run.options)
         notes += [problem for problem, _ in found]
-        silent += [problem for problem, of_all in found if of_all and spec.weight][:1]
+        scoreless += [problem for problem, of_all in found if of_all and spec.weight][:1]
     for spec in run.functions:
         notes += [problem for problem, _ in unseen_layout(spec, train, run.tokenizer, run.options)]
     weighted = sum(spec.weight != 0 for spec in (*run.rewards, *run.functions))
-    if silent and len(silent) == weighted and not run.extended:
-        return problems + silent, [str(note) for note in notes if note not in silent]
+    if scoreless and len(scoreless) == weighted and not run.extended:
+        return problems + scoreless, [str(note) for note in notes if note not in scoreless]
     return problems, [str(note) for note in notes]
 
 

@@ -65,7 +65,9 @@ def test_a_machine_without_a_gpu_trains_on_its_cpu_in_float32(caplog):
 
 def test_arguments_of_other_versions_are_all_named_with_a_cure():
     with pytest.raises(ConfigError) as caught:
-        GRPOExtConfig("out", warmup_ratio=0.1, max_prompt_length=512, learning_rte=1e-6, overlap="step", beta=-1.0, **CPU)
+        GRPOExtConfig(
+            "out", warmup_ratio=0.1, max_prompt_length=512, learning_rte=1e-6, overlap="step", beta=-1, **CPU
+        )
     warmup, prompts, rate, overlap, beta = caught.value.problems
     assert str(warmup) == "warmup_ratio=0.1: no such argument. Write warmup_steps: a value below 1 is a ratio."
     assert prompts.cure.startswith("Remove it, and leave longer prompts out of the dataset")

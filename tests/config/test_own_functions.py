@@ -219,7 +219,7 @@ def test_a_loss_of_ones_own_has_all_that_a_packaged_one_may_have(own):
         "def cut(log_ratio, *, reach): return log_ratio < -reach, log_ratio > reach\n"
         "def figures(log_ratio, *, reach): return {'mine/spread': log_ratio.abs() / reach}\n"
         "@grpo_ext.register_loss('f', fields={'reach': 'sapo_temperature_pos'}, clip_regions=cut, metrics=figures,\n"
-        "                        silent_at_zero=True, off_policy=False)\n"
+        "                        zero_without_advantage=True, off_policy=False)\n"
         "def f(log_ratio, advantages, *, reach: float = 9.0): return -log_ratio.exp() * advantages / reach"
     )
     mine = config(**LOSS, sapo_temperature_pos=0.5).objective

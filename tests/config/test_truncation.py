@@ -4,7 +4,7 @@ import pytest
 
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.config.images import image_problems
-from grpo_ext.config.truncation import adapter_problems, rollout_problems, scores_kept_sets, unbounded_problems
+from grpo_ext.config.truncation import adapter_problems, rollout_problems, scores_over_support, unbounded_problems
 from grpo_ext.config.warnings import warnings
 
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
@@ -27,7 +27,7 @@ CONTINUOUS = {"use_transformers_continuous_batching": True}
 def test_what_cannot_be_scored_is_refused_unless_it_is_to_be_as_stock_trl(settings, expected):
     with pytest.raises(ConfigError, match=f"^1 problem.*\n.*{expected}"):
         GRPOExtConfig(**CPU | settings)
-    assert not scores_kept_sets(config := GRPOExtConfig(**CPU | settings, loss_defaults="trl"))
+    assert not scores_over_support(config := GRPOExtConfig(**CPU | settings, loss_defaults="trl"))
     assert any("altered distribution" in str(warning) for warning in warnings(config))
 
 
@@ -50,7 +50,7 @@ def test_what_cannot_be_scored_is_refused_unless_it_is_to_be_as_stock_trl(settin
 )
 def test_the_loss_is_over_the_kept_tokens_where_a_setting_leaves_some_out(settings, kept):
     config = GRPOExtConfig(**CPU | settings)
-    assert scores_kept_sets(config) == kept
+    assert scores_over_support(config) == kept
     assert not any("distribution" in str(warning) for warning in warnings(config))
     found = {
         "rollout_func": rollout_problems(config, print),

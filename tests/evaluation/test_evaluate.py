@@ -165,7 +165,7 @@ def test_a_signal_leaves_a_judge_that_does_not_return(judge, trainer, tmp_path, 
         drawn(trainer(), tmp_path, chosen)
 
 
-class Drawn(Conversation):
+class SamplerRecord(Conversation):
     """Pays what is drawn, and fails where that is high."""
 
     def reset(self, row):
@@ -191,7 +191,7 @@ def turns_of(trajectory, **_):
 def test_environments_play_one_game_for_each_prompt(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
     args = GRPOExtConfig(output_dir=str(tmp_path), **tiny.TRAINING)
-    played = {"processing_class": tiny.tokenizer(), "environments": [{"path": Drawn, "weight": 0.5}]}
+    played = {"processing_class": tiny.tokenizer(), "environments": [{"path": SamplerRecord, "weight": 0.5}]}
     made = [GRPOExtTrainer(tiny.model(), None, args, rows, **played) for _ in range(2)]
     made[1].state.global_step = 7
     rewards = (RewardSpec("said", "test_evaluate:messages"), RewardSpec("by_turn", "test_evaluate:turns_of"))

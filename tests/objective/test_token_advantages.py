@@ -7,7 +7,7 @@ from statistics import mean, pstdev
 import pytest
 import torch
 
-from grpo_ext.objective.covariance import covariances, drawn, highest
+from grpo_ext.objective.covariance import clip_cov_marks, covariances, highest
 from grpo_ext.objective.estimate import estimate
 from grpo_ext.objective.token_advantages import prefix_weights
 from support.pure import loss_and_gradient, objective
@@ -211,7 +211,7 @@ def test_kl_cov_marks_the_tokens_with_the_highest_covariance(by_token):
 
 def test_no_token_is_marked_where_nothing_varies():
     logps = numbers(4, -3, -0.1)
-    for marks in (highest, drawn):
+    for marks in (highest, clip_cov_marks):
         assert not marks(torch.zeros(3, 4).double(), logps, MASK, completion_ids=TOKENS).any()
 
 
@@ -222,7 +222,7 @@ def test_clip_cov_draws_from_its_band_and_the_draw_follows_the_tokens():
     advantages = torch.randn(shape[:2], generator=g, dtype=torch.float64)
     mask = (torch.arange(20) < torch.randint(5, 21, shape[:2], generator=g)[..., None]).long()
     options = {"share": 0.02, "cov_low": 0.3, "cov_high": 1.5}
-    marks = drawn(advantages, logps, mask, ids, **options)
+    marks = clip_cov_marks(advantages, logps, mask, ids, **options)
     c = covariances(advantages, logps, mask)
     among = (c > 0.3) & (c < 1.5) & mask.bool()
     count = int(0.02 * mask.sum())
@@ -233,11 +233,11 @@ def test_clip_cov_draws_from_its_band_and_the_draw_follows_the_tokens():
         [(among[:20].sum() / among.sum()).item(), (among[..., :5].sum() / among.sum()).item()], abs=0.15
     )
     order = torch.randperm(40, generator=g)
-    again = drawn(advantages[order], logps[order], mask[order], ids[order], **options)
+    again = clip_cov_marks(advantages[order], logps[order], mask[order], ids[order], **options)
     assert torch.equal(again, marks[order])
-    other = drawn(advantages, logps, mask, ids + 1, **options)
+    other = clip_cov_marks(advantages, logps, mask, ids + 1, **options)
     assert not torch.equal(other, marks)
     dirty = [torch.where(mask.bool(), x, garbage) for x, garbage in ((logps, NAN), (ids, 7))]
-    assert torch.equal(drawn(advantages, dirty[0], mask, dirty[1], **options), marks)
-    every = drawn(advantages, logps, mask, ids, **options | {"share": 1.0})
+    assert torch.equal(clip_cov_marks(advantages, dirty[0], mask, dirty[1], **options), marks)
+    every = clip_cov_marks(advantages, logps, mask, ids, **options | {"share": 1.0})
     assert torch.equal(every, among)

@@ -167,7 +167,7 @@ def test_own_logits_are_normalised_over_the_tokens_that_the_sampler_kept():
     ]
     columns = batch(prompts, completions)
     supports = SamplingSupport.of(kept, columns[2], columns[0].device)
-    logps = one._plain(model, {}, *columns, kept=supports)[0]
+    logps = one._plain(model, {}, *columns, support=supports)[0]
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         for j, log_p in enumerate(alone(model, base, prompt, completion)):
             expected = log_p[completion[j]] - log_p[sets[i][j]].logsumexp(0)

@@ -721,7 +721,7 @@ def test_stock_defaults_keep_stock_batches(model_path, tmp_path):
     assert not trainer._skips
 
 
-@pytest.mark.parametrize("name", [n for n in losses if losses[n].silent_at_zero])
+@pytest.mark.parametrize("name", [n for n in losses if losses[n].zero_without_advantage])
 def test_a_zero_advantage_has_no_gradient(name):
     """What skipping relies on, of every surrogate that comes with the package."""
     from grpo_ext.objective.objective import TENSORS, bind

@@ -160,7 +160,7 @@ CASES = {
         **{"rewards": (unit_interval, by_turn), "advantage_estimator": "gigpo"},
     },
     "trees as rows": {"shared_prefix": "false", "rollout": scripted_trajectories},
-    "kept sets": {"top_p": 0.8, "rollout": None},
+    "sampling supports": {"top_p": 0.8, "rollout": None},
     "checkpointed": {"gradient_checkpointing": True},
 }
 

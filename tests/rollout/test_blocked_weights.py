@@ -11,7 +11,7 @@ from torch import nn
 from grpo_ext.rollout import blocked_weights
 from grpo_ext.rollout.blocked_weights import WORTH, blocked
 from grpo_ext.rollout.decoding import decode
-from grpo_ext.rollout.support_log import Drawn
+from grpo_ext.rollout.support_log import SamplerRecord
 from support import tiny
 
 can_block = pytest.mark.skipif(not blocked_weights.can_block(), reason="this CPU has no products in bfloat16")
@@ -25,14 +25,14 @@ def generated(model: nn.Module, seed: int, *, mixed: bool) -> tuple[torch.Tensor
     """Sampled ids of two prompts and four completions of each, and their log-probabilities."""
     draws = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, len(tiny.WORDS), (2, 6), generator=draws).repeat_interleave(4, 0)
-    drawn, uniforms = Drawn(log=None), torch.rand(8, 24, dtype=torch.float64, generator=draws)
+    drawn, uniforms = SamplerRecord(log=None), torch.rand(8, 24, dtype=torch.float64, generator=draws)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
         found = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=24,
             do_sample=True,
-            custom_generate=partial(decode, drawn=drawn, uniforms=uniforms),
+            custom_generate=partial(decode, record=drawn, uniforms=uniforms),
         )
     return found, drawn.logps[0]
 

@@ -20,7 +20,7 @@ from grpo_ext.rollout.process.memory_file import MemoryFile, load
 from grpo_ext.rollout.process.messages import ModelSpec
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.prompt_cache import Unsupported
-from grpo_ext.rollout.seeds import drawn
+from grpo_ext.rollout.seeds import uniform_numbers
 from grpo_ext.rollout.transformers_engine import GroupedEngine
 from grpo_ext.rollout.vllm.weights import Rounding, effective_weights
 from support import tiny
@@ -47,17 +47,17 @@ def sampled(sampler, version, limits=None, seed=0):
 
 @torch.no_grad()
 def in_process(trainer, model=None, seed=0):
-    """The same by the grouped engine in this process: tokens, log-probabilities and kept sets of each row."""
+    """The same by the grouped engine in this process: tokens, log-probabilities and sampling supports of each row."""
     model, limits = model or trainer.model, [TOKENS] * len(CONTEXTS)
-    engine = GroupedEngine(required=True, keeps=bool(trainer.args.top_k))
-    numbers = torch.from_numpy(drawn(streams(seed), limits, len(limits), TOKENS))
+    engine = GroupedEngine(required=True, with_support=bool(trainer.args.top_k))
+    numbers = torch.from_numpy(uniform_numbers(streams(seed), limits, len(limits), TOKENS))
     ids, mask = padded(CONTEXTS, 0, None)
     model.train()
     given = {"input_ids": ids, "attention_mask": mask, "generation_config": trainer.generation_config}
     output, made = engine.generate(model, numbers, **given)
     rows = [row[: row.index(1) + 1] if 1 in row else row for row in output[:, ids.shape[1] :].tolist()]
     logps = [its[: len(row)] for its, row in zip(made.logps[-1].tolist(), rows, strict=True)]
-    return rows, logps, made.kept(rows)
+    return rows, logps, made.supports(rows)
 
 
 def assert_same(found, expected):
@@ -66,9 +66,9 @@ def assert_same(found, expected):
     assert [row.logps for row in found] == logps
     assert len({len(row) for row in rows}) > 1
     if kept:
-        assert all(torch.equal(row.kept, sets) for row, sets in zip(found, kept, strict=True))
+        assert all(torch.equal(row.support, sets) for row, sets in zip(found, kept, strict=True))
     else:
-        assert all(row.kept is None for row in found)
+        assert all(row.support is None for row in found)
 
 
 def children():
@@ -108,7 +108,7 @@ def change(model):
         (torch.bfloat16, {"cast_lm_head_to_fp32": True}),
         (torch.float32, {"bf16": True}),
     ],
-    ids=["float32, kept sets", "bfloat16", "bfloat16, head in float32", "mixed precision"],
+    ids=["float32, sampling supports", "bfloat16", "bfloat16, head in float32", "mixed precision"],
 )
 @pytest.mark.cases(2)
 def test_each_version_samples_what_the_policy_would_in_its_own_process(dtype, settings, tmp_path, sampler_of):

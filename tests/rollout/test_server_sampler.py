@@ -137,7 +137,7 @@ def test_a_row_is_a_request_of_its_own_with_its_limit_and_a_seed_from_its_stream
     assert sorted(server.asked) == [([3], 7, seeds[0], 0), ([4, 5], 9, seeds[1], 0)]
     assert [row.ids for row in found] == [[3, seeds[0] % 7], [4, 5, seeds[1] % 7]]
     assert found[0].logps == pytest.approx([-0.5, np.nan], nan_ok=True)
-    assert found[0].kept is None
+    assert found[0].support is None
 
 
 def test_rows_are_in_their_order_whichever_ends_first(sampler, generation):
@@ -161,7 +161,7 @@ def test_it_returns_the_tokens_that_a_truncated_server_kept(generation):
     sampler = ServerSampler(generation)
     sampler.publish(0)
     (row,) = sampler.sample(0, [[3]], [1], streams(1))
-    counts, ids = decoded(row.kept)
+    counts, ids = decoded(row.support)
     assert counts.tolist() == [2, 3]  # 9 was left out at the first token
     assert ids.tolist() == [3, 2, row.ids[1], 9, 2]
     sampler.close()

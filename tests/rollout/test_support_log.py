@@ -37,12 +37,12 @@ def test_an_engine_records_what_transformers_keeps(options, grouped):
     mask = (prompts != 0).long()
     config = GenerationConfig(do_sample=True, max_new_tokens=new, pad_token_id=0, eos_token_id=1, top_k=0)
     config.update(**options)
-    engine = GroupedEngine(keeps=True)
+    engine = GroupedEngine(with_support=True)
     engine.refusal = "" if grouped else "a test"
     torch.manual_seed(0)
     ids, drawn = engine.generate(model, input_ids=prompts, attention_mask=mask, generation_config=config)
     rows = [[*row[:end], 1] if (end := row.index(1) if 1 in row else -1) >= 0 else row for row in ids[:, 3:].tolist()]
-    support = SamplingSupport.of(drawn.kept(rows), new, ids.device)
+    support = SamplingSupport.of(drawn.supports(rows), new, ids.device)
     sets = support.left_out(slice(None), len(tiny.WORDS)).view(4, new, -1)
     lengths = torch.cat([mask, torch.ones_like(ids[:, 3:])], dim=1)
     with torch.no_grad():

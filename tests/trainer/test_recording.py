@@ -9,9 +9,9 @@ import torch
 
 from grpo_ext.trainer.diagnosis.positions import DEPTHS, FIRST_TURN, LATER_TURNS
 from grpo_ext.trainer.diagnosis.recording import (
-    DRAWN,
     FIGURES,
     ROWS,
+    SAMPLER_LOGPS,
     Watching,
     log_rows,
     log_weights,
@@ -33,7 +33,8 @@ def test_a_sampler_is_compared_token_by_token():
     policy = torch.full((2, 6), -1.0)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
     off = torch.tensor([[0.1, 0.1, 0.2, -0.2, 0.3, 0.3], [0.1, 0.2, 0.3, 9.0, 9.0, 9.0]])
-    found = means(token_figures({"old_per_token_logps": policy, DRAWN: policy + off}, torch.zeros(2, 6), mask, mask))
+    inputs = {"old_per_token_logps": policy, SAMPLER_LOGPS: policy + off}
+    found = means(token_figures(inputs, torch.zeros(2, 6), mask, mask))
     assert found["sampling/mismatch"] == found["sampling/mismatch_from_0"] == pytest.approx(1.8 / 9)
     assert found["sampling/bias"] == pytest.approx(1.4 / 9)
     weights = [math.exp(-x) - 1 for x in (0.1, 0.1, 0.2, -0.2, 0.3, 0.3, 0.1, 0.2, 0.3)]
@@ -72,7 +73,7 @@ LIVE = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1], [0, 0, 0]])
 
 
 def micro_batch(rows: slice):
-    inputs = {"old_per_token_logps": POLICY[rows], DRAWN: SAMPLER[rows]}
+    inputs = {"old_per_token_logps": POLICY[rows], SAMPLER_LOGPS: SAMPLER[rows]}
     tensors = {"mask": LIVE[rows], "per_token_logps": POLICY[rows] + 0.1, "old_per_token_logps": POLICY[rows]}
     return inputs, tensors, torch.tensor([True, True, False, True])[rows]
 

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.packing.sampling_support import KEPT, decoded
+from grpo_ext.packing.sampling_support import SUPPORTS, decoded
 from support import agents, seeing, tiny, tool_caller
 from support.trainers import weights
 
@@ -67,7 +67,7 @@ def sizes(trainer):
     output = trainer.output
     sampled = output["completion_mask"] * output.get("tool_mask", torch.ones_like(output["completion_mask"]))
     counts = torch.zeros_like(sampled)
-    for row, sets in zip(counts, output[KEPT], strict=True):
+    for row, sets in zip(counts, output[SUPPORTS], strict=True):
         of_row, _ = decoded(sets)
         row[: len(of_row)] = torch.where(of_row < 0, of_row + 10**6, of_row)
     return counts, sampled.bool()

@@ -17,7 +17,7 @@ from grpo_ext.config.engines import fsdp_on_cpu
 from grpo_ext.config.launch import planned_processes, world_size
 from grpo_ext.config.loss import idle_clip
 from grpo_ext.config.precision import expected_differences, precision
-from grpo_ext.config.truncation import scores_kept_sets, truncations
+from grpo_ext.config.truncation import scores_over_support, truncations
 from grpo_ext.config.warnings import warnings
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.tools import schemas
@@ -90,7 +90,7 @@ def _loss(recipe: Recipe) -> Section:
     objective = recipe.training.objective
     beta, paper = recipe.training.beta, objective.row.beta
     weights = [(spec.name, spec.weight) for spec in recipe.rewards]
-    cut = ", ".join(truncations(recipe.training)) if scores_kept_sets(recipe.training) else ""
+    cut = ", ".join(truncations(recipe.training)) if scores_over_support(recipe.training) else ""
     weights += [(f"environment {spec.name}", spec.weight) for spec in recipe.environments if spec.owns_reward]
     return [
         ("loss", objective.describe()),

@@ -9,7 +9,7 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.truncation import scores_kept_sets
+from grpo_ext.config.truncation import scores_over_support
 from grpo_ext.packing.lm_head import BLOCK, CPU_BLOCK, chunk_size
 from grpo_ext.rollout.prompt_cache import ROOM
 
@@ -143,11 +143,11 @@ def peak(shape: Shape, batch: MicroBatch, gradients: int, casts: int = 0) -> int
 def logits_held(training: GRPOExtArguments, shape: Shape, labels: int, width: int) -> int:
     """Return the bytes that the LM head holds at a time, beside its gradient.
 
-    TRL's has one buffer. Ours, on a CPU with shared prompts and over kept sets, has a chunk of logits, which become
-    their gradient in place unless the forward has kept them, and blocks in float32 of log-probabilities, their
+    TRL's has one buffer. Ours, on a CPU with shared prompts and over sampling supports, has a chunk of logits, which
+    become their gradient in place unless the forward has kept them, and blocks in float32 of log-probabilities, their
     gradient, and one more for an entropy bonus.
     """
-    ours = (training.use_cpu and training.prefix_setting != "false") or scores_kept_sets(training)
+    ours = (training.use_cpu and training.prefix_setting != "false") or scores_over_support(training)
     if not ours:
         return min(labels, TILE[0]) * TILE[1] * width
     rows = chunk_size(labels, shape.vocabulary, width)

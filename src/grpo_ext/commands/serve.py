@@ -23,7 +23,7 @@ from grpo_ext.config.adapters import is_adapter
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.config.process_engine import samples_by_server
-from grpo_ext.config.truncation import scores_kept_sets
+from grpo_ext.config.truncation import scores_over_support
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.launching import launch_of
 from grpo_ext.recipe.loading import base_path, load_tokenizer, model_path
@@ -83,15 +83,15 @@ def sequence_length(recipe: Recipe) -> int | None:
 def wanted(recipe: Recipe) -> ServerFacts:
     """Return the recipe's requirements of its server."""
     c, dtype, slots = recipe.training, sampler_dtype(recipe), adapter_slots(recipe)
-    keeps = scores_kept_sets(c)
+    with_support = scores_over_support(c)
     tokenizer: Any = load_tokenizer(recipe)
     prompt = recipe.data.max_prompt_length
     return ServerFacts(
         model=base_path(recipe),
         max_model_len=c.max_completion_length if prompt is None else prompt + int(c.max_completion_length or 0),
         dtype=None if dtype == "auto" else dtype,
-        logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps != "recomputed" or keeps else None,
-        max_logprobs=most_logprobs(c.top_k) if keeps else None,
+        logprobs_mode="processed_logprobs" if c.sampler_rules or c.old_logps != "recomputed" or with_support else None,
+        max_logprobs=most_logprobs(c.top_k) if with_support else None,
         weight_transfer=transfer_engine(recipe, slots),
         **{"max_loras": 0} | slots,
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
@@ -108,7 +108,7 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
         "--dtype": sampler_dtype(recipe),
         "--max-model-len": sequence_length(recipe),
         "--logprobs-mode": "processed_logprobs",
-        "--max-logprobs": most_logprobs(c.top_k) if scores_kept_sets(c) else None,
+        "--max-logprobs": most_logprobs(c.top_k) if scores_over_support(c) else None,
         "--max-lora-rank": slots.get("max_lora_rank"),
         "--max-loras": slots.get("max_loras"),
         "--weight-transfer-config": json.dumps({"backend": transfer_engine(recipe, slots)}),

@@ -60,7 +60,7 @@ def _given(config: GRPOExtArguments, effects: Mapping[str, object]) -> dict[str,
     return {f"generation_kwargs.{name}": given[name] for name in acts}
 
 
-def scores_kept_sets(config: GRPOExtArguments) -> bool:
+def scores_over_support(config: GRPOExtArguments) -> bool:
     """Return whether the loss is normalised over the tokens that the sampler kept."""
     return config.loss_defaults != "trl" and bool(truncations(config))
 
@@ -85,7 +85,7 @@ def unbounded_problems(top_k: int, vocabulary: int) -> Iterator[Problem]:
 
 def needs_sets(config: GRPOExtArguments, reason: str, cure: str = "") -> Iterator[Problem]:
     """Yield the problem of a truncated sampler whose kept tokens the loss cannot take; `cure` is another way out."""
-    if scores_kept_sets(config):
+    if scores_over_support(config):
         name, value = next(iter(truncations(config).items()))
         reason = f"the loss needs the tokens that the sampler kept, and {reason}"
         yield Problem(name, value, reason, f"{cure}{' ' if cure else ''}{_unset(name)}")

@@ -188,16 +188,16 @@ def table(results: Sequence[Result]) -> Table:
     """Return a table with a row for each figure and a column for each model."""
     first = results[0]
     prompts = max((mean.prompts for mean in first.figures.values()), default=0)
-    drawn = Table(title=f"{first.set}: {prompts} prompts x {first.settings['samples']}", title_justify="left")
-    drawn.add_column("figure")
+    table = Table(title=f"{first.set}: {prompts} prompts x {first.settings['samples']}", title_justify="left")
+    table.add_column("figure")
     for found in results:
-        drawn.add_column(found.model if found.step is None else f"{found.model}, step {found.step}", justify="right")
+        table.add_column(found.model if found.step is None else f"{found.model}, step {found.step}", justify="right")
     for name in first.figures:
-        drawn.add_row(name, *(_cell(found.figures.get(name)) for found in results))
+        table.add_row(name, *(_cell(found.figures.get(name)) for found in results))
     for source, of_source in first.by_source.items():
         for name in (name for name in of_source if "@" in name):
-            drawn.add_row(f"{source}: {name}", *(_cell(r.by_source.get(source, {}).get(name)) for r in results))
-    return drawn
+            table.add_row(f"{source}: {name}", *(_cell(r.by_source.get(source, {}).get(name)) for r in results))
+    return table
 
 
 def _cell(mean: Mean | None) -> str:

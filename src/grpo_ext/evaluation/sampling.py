@@ -23,10 +23,10 @@ def evaluating(trainer: GRPOExtTrainer, chosen: EvalSet) -> AbstractContextManag
 @contextmanager
 def seeded(trainer: GRPOExtTrainer, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
     """Sample one chunk of prompts identically on any process; `attempts` are its rows."""
-    drawn = derived(Purpose.CHUNK, attempts[0].seed, chunk)
-    random.seed(drawn)
-    np.random.seed(drawn)
-    torch.manual_seed(drawn)
+    seed = derived(Purpose.CHUNK, attempts[0].seed, chunk)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     each = [int(attempt.stream().integers(2**31)) for attempt in attempts]
     with trainer.vllm_generation.seeded(each) if trainer.use_vllm else nullcontext():
         yield

@@ -103,8 +103,8 @@ def _std(values: Tensor, ddof: int, dim: int | None = None) -> Tensor:
 
 def only_signal(advantages: Rewards, rewards: Rewards) -> Rewards:
     """Return `advantages` with exact zeros for unscorable completions and for groups without a signal."""
-    silent = rewards.isnan() | zero_variance(rewards)[:, None]
-    return torch.where(silent, torch.zeros_like(advantages), advantages)
+    without_advantage = rewards.isnan() | zero_variance(rewards)[:, None]
+    return torch.where(without_advantage, torch.zeros_like(advantages), advantages)
 
 
 def _centred(rewards: Rewards) -> Rewards:

@@ -62,7 +62,7 @@ def kl_cov(
     return kl_coef * penalty - log_ratio.exp() * advantages
 
 
-def drawn(
+def clip_cov_marks(
     advantages: Advantages,
     per_token_logps: Logps,
     mask: Mask,
@@ -109,7 +109,7 @@ def clip_cov_regions(
     return (ratio < 1 - epsilon_low) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
 
 
-@surrogates.register("clip_cov", marks=drawn, clip_regions=clip_cov_regions)
+@surrogates.register("clip_cov", marks=clip_cov_marks, clip_regions=clip_cov_regions)
 def clip_cov(
     log_ratio: Float[Tensor, "batch time"],
     advantages: Float[Tensor, " batch #time"],

@@ -41,12 +41,12 @@ def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **opt
             "Return a tensor [groups, completions]; or, if it takes `mask`, of the mask's shape.",
         )
     found = found.to(rewards.dtype)
-    silent = rewards.isnan()
+    without_advantage = rewards.isnan()
     if estimators.traits(name).group_baseline:
-        silent = silent | zero_variance(rewards)[:, None]
+        without_advantage = without_advantage | zero_variance(rewards)[:, None]
     if found.dim() == 3:
-        silent = silent[..., None] | (mask == 0)
-    found = torch.where(silent, torch.zeros_like(found), found)
+        without_advantage = without_advantage[..., None] | (mask == 0)
+    found = torch.where(without_advantage, torch.zeros_like(found), found)
     wrong = ~found.isfinite()
     if wrong.any():
         group, value = int(wrong.nonzero()[0, 0]), found[wrong][0].item()

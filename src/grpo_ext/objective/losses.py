@@ -64,7 +64,7 @@ class Loss:
     """True if it has one term for a whole completion at every level, so that no token can be left out."""
     off_policy: bool = True
     """True if it corrects for a policy that has moved since it sampled."""
-    silent_at_zero: bool = False
+    zero_without_advantage: bool = False
     """True if a completion with an advantage of 0 has no gradient, and need not be computed."""
     sampler_levels: tuple[str, ...] = ("token", "sequence")
     """The levels at which it can take the sampler's correction."""
@@ -133,7 +133,7 @@ def find(loss_type: str) -> Loss:
 
 
 def _row(*names: str, **row: Any) -> None:
-    losses.register(*names)(Loss(**{"silent_at_zero": True} | row))
+    losses.register(*names)(Loss(**{"zero_without_advantage": True} | row))
 
 
 _REINFORCE: Mapping[str, Any] = {"surrogate": "reinforce", "levels": ("token",), "off_policy": False}
@@ -345,7 +345,7 @@ _row(
     levels=("product",),
     advantage="none",
     aggregation="seq-mean-token-sum",
-    silent_at_zero=False,
+    zero_without_advantage=False,
 )
 _row(
     "p3o",
@@ -353,7 +353,7 @@ _row(
     paper="P3O, arXiv:2605.12380, with the effective sample size of each completion in place of the batch's",
     formula="(1/N) sum_it (1 - e) (1/r + log r - 1) - stopgrad(min(r, e)) A l, e = (sum_t r)^2 / (n sum_t r^2)",
     levels=("token",),
-    silent_at_zero=False,
+    zero_without_advantage=False,
 )
 _row(
     "kl_cov",
@@ -361,7 +361,7 @@ _row(
     paper="KL-Cov, arXiv:2505.22617",
     formula="(1/N) sum_it m |log r| - r A, m = 1 for the highest (A - mean A) (l - mean l) of the generation, else 0",
     levels=("token",),
-    silent_at_zero=False,
+    zero_without_advantage=False,
 )
 _row(
     "clip_cov",

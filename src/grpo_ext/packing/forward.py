@@ -24,13 +24,13 @@ def log_probs(
     layout: Layout,
     completion: int,
     *,
-    kept: SamplingSupport | None = None,
+    support: SamplingSupport | None = None,
     **inputs: Any,
 ) -> tuple[Float[Tensor, "rows completion"], Float[Tensor, "rows completion"] | None, Tensor | None]:
     """Log-probabilities and entropies of the completions' tokens (0 for padding), and the auxiliary loss.
 
     `base` is the causal language model with TRL's fused LM head inside `model`, which may be wrapped.
-    `kept` are the sets of the completions' tokens that they are normalised over.
+    `support` are the sets of the completions' tokens that they are normalised over.
     """
     device = input_ids.device
     parts = layout.source, layout.position, layout.scored, layout.labels
@@ -40,7 +40,7 @@ def log_probs(
         inputs["attention_mask"] = torch.from_numpy(layout.weight).to(device)[None]
     flat = input_ids.reshape(-1)
     target = labels // width * completion + labels % width - (width - completion)
-    sets = None if kept is None else kept.at(target)
+    sets = None if support is None else support.at(target)
     own = base.config.get_text_config()._attn_implementation
     with _shared(base, scored, device, sets):
         outputs = model(

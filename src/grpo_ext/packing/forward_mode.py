@@ -42,14 +42,14 @@ class ForwardMode(NamedTuple):
         base: PreTrainedModel,
         completion: int,
         temperature: float,
-        kept: Callable[[int], SamplingSupport] | None = None,
+        support: Callable[[int], SamplingSupport] | None = None,
     ) -> Iterator[None]:
-        """Let TRL's forward of `base` score `completion` columns so; `kept` as in `labelled_positions_only`."""
+        """Let TRL's forward of `base` score `completion` columns so; `support` as in `labelled_positions_only`."""
         with ExitStack() as stack:
             if self.positions:
                 stack.callback(count_positions(base).remove)
             if self.logits:
-                forward = _by_own_logits(base, completion, temperature, kept)
+                forward = _by_own_logits(base, completion, temperature, support)
                 stack.enter_context(temporarily(base, forward=forward))
             yield
 
@@ -68,7 +68,7 @@ def count_positions(base: PreTrainedModel) -> Any:
 
 
 def _by_own_logits(
-    base: PreTrainedModel, completion: int, temperature: float, kept: Callable[[int], SamplingSupport] | None
+    base: PreTrainedModel, completion: int, temperature: float, support: Callable[[int], SamplingSupport] | None
 ) -> Callable[..., Any]:
     """Return a forward with TRL's arguments and outputs."""
     own, takes = base.forward, inspect.signature(type(base).forward).parameters
@@ -81,8 +81,8 @@ def _by_own_logits(
         found, active = own(*args, use_cache=False, **kwargs, **narrow), labels != -100
         logits = found.logits[:, -completion - 1 : -1][active]
         logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-        if kept is not None:
-            logits = logits.masked_fill(kept(len(logits)).left_out(slice(None), logits.shape[1]), LEFT_OUT)
+        if support is not None:
+            logits = logits.masked_fill(support(len(logits)).left_out(slice(None), logits.shape[1]), LEFT_OUT)
         log_p = logits.log_softmax(dim=-1)
         values = log_p.gather(1, labels[active][:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
         log_probs, entropy = (value.new_zeros(labels.shape).masked_scatter(active, value) for value in values)

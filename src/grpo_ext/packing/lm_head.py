@@ -49,7 +49,7 @@ def gather_trained_head(base: PreTrainedModel) -> None:
 class LabelledLogProbs(torch.autograd.Function):
     """log p(label) and entropy of softmax(cap(scale x W^T) / T), chunk by chunk; arguments as TRL's.
 
-    With `kept`, softmax and entropy are over the tokens of each position's set.
+    With `support`, softmax and entropy are over the tokens of each position's set.
     """
 
     @staticmethod
@@ -64,10 +64,10 @@ class LabelledLogProbs(torch.autograd.Function):
         softcap: float | None = None,
         scale: float = 1.0,
         outputs: tuple[str, ...] = (),
-        kept: SamplingSupport | None = None,
+        support: SamplingSupport | None = None,
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
         ctx.set_materialize_grads(False)
-        ctx.form = Form.of(hidden, temperature, softcap, scale, kept)
+        ctx.form = Form.of(hidden, temperature, softcap, scale, support)
         dtype = ctx.form.dtype
         logps = torch.empty(len(hidden), dtype=ctx.form.exact, device=hidden.device)
         entropies = torch.empty_like(logps) if "entropy" in outputs else None
@@ -148,7 +148,7 @@ class Form(NamedTuple):
     temperature: float
     softcap: float | None
     scale: float
-    kept: SamplingSupport | None
+    support: SamplingSupport | None
 
     @classmethod
     def of(
@@ -157,12 +157,12 @@ class Form(NamedTuple):
         temperature: float,
         softcap: float | None,
         scale: float,
-        kept: SamplingSupport | None = None,
+        support: SamplingSupport | None = None,
     ) -> "Form":
         """Return the form of a forward, whose products are in autocast's precision."""
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        return cls(dtype, temperature, softcap, scale, kept)
+        return cls(dtype, temperature, softcap, scale, support)
 
     @property
     def exact(self) -> torch.dtype:
@@ -209,8 +209,8 @@ def log_softmax(chunk: Tensor, rows: slice, part: slice, form: Form) -> tuple[Te
         bent = torch.tanh(logits / form.softcap)
         logits, slope = bent * form.softcap, 1 - bent * bent
     logits = logits.div_(form.temperature) if form.temperature != 1.0 else logits
-    if form.kept is not None:
-        logits = logits.masked_fill_(form.kept.left_out(part, logits.shape[1]), LEFT_OUT)
+    if form.support is not None:
+        logits = logits.masked_fill_(form.support.left_out(part, logits.shape[1]), LEFT_OUT)
     return torch.log_softmax(logits, dim=-1), slope
 
 
@@ -236,18 +236,18 @@ class HeadFunction(NamedTuple):
 
 
 def labelled_positions_only(
-    device: torch.device, kept: Callable[[int], SamplingSupport] | None = None
+    device: torch.device, support: Callable[[int], SamplingSupport] | None = None
 ) -> AbstractContextManager[None]:
     """Make TRL's fused LM head compute through `LabelledLogProbs` where it would run tile by tile in torch.
 
     Args:
         device: of the LM head.
-        kept: returns the sets of a forward's positions from their number; then on any device.
+        support: returns the sets of a forward's positions from their number; then on any device.
     """
-    if kept is not None:
+    if support is not None:
 
         def apply(hidden: Tensor, *args: Any) -> Any:
-            return LabelledLogProbs.apply(hidden, *args, kept(len(hidden)))
+            return LabelledLogProbs.apply(hidden, *args, support(len(hidden)))
 
         return temporarily(utils, _ChunkedLogProbFunction=HeadFunction(apply))
     if device.type != "cpu":

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_ext.packing.images import COUNT, IMAGES, RowImages
 from grpo_ext.packing.layout import groups_of
-from grpo_ext.packing.sampling_support import KEPT
+from grpo_ext.packing.sampling_support import SUPPORTS
 
 
 class MicroBatch(TypedDict, total=False):
@@ -25,7 +25,7 @@ class MicroBatch(TypedDict, total=False):
     """1 for tokens that the policy wrote behind its first turn; of rows with a `tool_mask`, before any rejection."""
     parents: Tensor
     """Index of the token before each token of the completion, for trajectories with rewritten contexts."""
-    kept_tokens: list[Tensor]
+    sampling_supports: list[Tensor]
     """The sets that a truncated sampler drew each row's tokens from, as in `sampling_support`."""
     advantages: Tensor
     """[rows] or [rows, time]."""
@@ -37,7 +37,7 @@ class MicroBatch(TypedDict, total=False):
     ref_per_token_logps: Tensor
     sampling_per_token_logps: Tensor
     """The sampler's log-probabilities, where the loss corrects for them."""
-    drawn_per_token_logps: Tensor
+    sampler_per_token_logps: Tensor
     """The sampler's log-probabilities, for diagnostics only: the loss must not build a mask from these."""
     importance_sampling_ratio: Tensor
     recorded: Tensor
@@ -58,24 +58,26 @@ def active_mask(inputs: Mapping[str, Any]) -> Tensor:
 # Groups stay together, and micro-batches are equally long.
 
 
-def regroup(micro_batches: Sequence[MicroBatch], accumulation: int, skip_silent: bool = False) -> list[MicroBatch]:
+def regroup(
+    micro_batches: Sequence[MicroBatch], accumulation: int, skip_zero_advantages: bool = False
+) -> list[MicroBatch]:
     """Arrange the same rows in as many micro-batches of the same size, with groups together and little padding.
 
     Each optimizer step (`accumulation` micro-batches) keeps its rows; within it, rows of one prompt stay together and
-    micro-batches get about the same number of tokens to compute. With `skip_silent`, rows without an advantage count
-    as free.
+    micro-batches get about the same number of tokens to compute. With `skip_zero_advantages`, rows without an
+    advantage count as free.
     """
     batches = []
     for begin in range(0, len(micro_batches), accumulation):
         step = micro_batches[begin : begin + accumulation]
-        together = _joined(step)
-        prompt_mask = together["prompt_mask"].cpu().numpy()
-        groups = groups_of(together["prompt_ids"].cpu().numpy(), prompt_mask)
-        cost = together["completion_mask"].sum(dim=1).cpu().numpy()
-        if skip_silent:
-            cost = np.where(silent(together["advantages"]).cpu().numpy(), 0, cost)
+        joined = _joined(step)
+        prompt_mask = joined["prompt_mask"].cpu().numpy()
+        groups = groups_of(joined["prompt_ids"].cpu().numpy(), prompt_mask)
+        cost = joined["completion_mask"].sum(dim=1).cpu().numpy()
+        if skip_zero_advantages:
+            cost = np.where(zero_advantages(joined["advantages"]).cpu().numpy(), 0, cost)
         for rows in _balanced(groups, len(step[0]["prompt_ids"]), len(step), cost, prompt_mask.sum(axis=1)):
-            batches.append(trim(rows_of(together, torch.tensor(rows))))
+            batches.append(trim(rows_of(joined, torch.tensor(rows))))
     return batches
 
 
@@ -116,13 +118,13 @@ def _pieces_of(group: list[int], size: int, cost: np.ndarray) -> list[list[int]]
 def _joined(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
     """Return all rows as one batch; the micro-batches are of one width."""
 
-    def together(name: str, first: Any) -> Any:
+    def concatenated(name: str, first: Any) -> Any:
         values: list[Any] = [batch[name] for batch in micro_batches]  # type: ignore[literal-required]
         if isinstance(first, list):
             return [x for value in values for x in value]
         return torch.cat(values) if isinstance(first, Tensor) and first.ndim > 0 else first
 
-    return _changed(micro_batches[0], together)
+    return _changed(micro_batches[0], concatenated)
 
 
 def _changed(batch: MicroBatch, change: Callable[[str, Any], Any]) -> MicroBatch:
@@ -167,7 +169,7 @@ def trim(batch: MicroBatch, *, prompts: bool = True) -> MicroBatch:
 # Rows without a gradient.
 
 
-def silent(advantages: Tensor) -> Tensor:
+def zero_advantages(advantages: Tensor) -> Tensor:
     """Rows [batch] whose advantages, [batch] or [batch, time], are all zero."""
     return ~advantages.reshape(len(advantages), -1).any(dim=1)
 
@@ -184,7 +186,7 @@ def of_active_rows(
     rows, time = inputs["completion_ids"].shape
     if active.any():
         at = active.nonzero()[:, 0]
-        needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, KEPT, IMAGES)}
+        needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, SUPPORTS, IMAGES)}
         batch = trim(rows_of(cast(MicroBatch, needed), at), prompts=False)
     elif IMAGES in inputs:
         sees = next((i for i, row in enumerate(inputs[IMAGES]) if int(row[COUNT])), 0)

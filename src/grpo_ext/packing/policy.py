@@ -115,9 +115,9 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 CURE = "Set shared_prefix to auto or false."
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Plain = Callable[..., Scores]
-"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions; `kept`, their sets."""
+"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions; `support`, their sets."""
 Packed = Callable[..., Scores]
-"""`forward.log_probs` of a model. Arguments: tokens, layout, columns of completions; `kept` likewise."""
+"""`forward.log_probs` of a model. Arguments: tokens, layout, columns of completions; `support` likewise."""
 
 
 class PrefixSharing:
@@ -239,20 +239,20 @@ class PrefixSharing:
         compute_entropy: bool,
         compute_aux_loss: bool,
         parents: Tensor | None = None,
-        kept: Sequence[Tensor] | None = None,
+        support: Sequence[Tensor] | None = None,
     ) -> Scores:
         """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time.
 
-        `parents` [rows, completion], as in `tree`, of trajectories whose contexts were rewritten; `kept` the sets that
-        each row's tokens were drawn from, as in `packing.sampling_support`.
+        `parents` [rows, completion], as in `tree`, of trajectories whose contexts were rewritten; `support` the sets
+        that each row's tokens were drawn from, as in `packing.sampling_support`.
         """
         parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}
         for begin in range(0, len(input_ids), batch_size):
             rows = slice(begin, begin + batch_size)
             ids, active = input_ids[rows], mask[rows]
-            sets = None if kept is None else SamplingSupport.of(kept[rows], completion, ids.device)
-            given: dict[str, Any] = {} if sets is None else {"kept": sets}
+            sets = None if support is None else SamplingSupport.of(support[rows], completion, ids.device)
+            given: dict[str, Any] = {} if sets is None else {"support": sets}
             of_rows = None if parents is None else parents[rows]
             layout, tree = self.arranged(ids, active, completion, of_rows, whole=compute_aux_loss)
             if layout is not None:
@@ -269,14 +269,14 @@ class PrefixSharing:
         mask: Tensor,
         completion: int,
         tree: np.ndarray | None,
-        kept: SamplingSupport | None,
+        support: SamplingSupport | None,
     ) -> Scores:
         """Score by the plain forward; trees in several forwards, each of at most the micro-batch's positions.
 
         Every forward and backward may hold collectives, so all processes need the same number: a process with fewer
         contexts repeats a row, with a weight of zero.
         """
-        batches, places, supports = [(input_ids, mask, completion)], None, [kept]
+        batches, places, supports = [(input_ids, mask, completion)], None, [support]
         if tree is not None:
             rows, found = plain_rows(
                 input_ids.cpu().numpy(), mask.cpu().numpy(), tree, None if self.possible else len(input_ids)
@@ -284,7 +284,7 @@ class PrefixSharing:
             batches = [(_tensor(r.input_ids, mask), _tensor(r.mask, mask), r.completion) for r in rows]
             places = _tensor(found, mask)
             sizes = [len(ids) * columns for ids, _, columns in batches]
-            supports = [None] * len(batches) if kept is None else [*kept.moved(places, sizes)]
+            supports = [None] * len(batches) if support is None else [*support.moved(places, sizes)]
         count = len(batches) if self.agreed is None or self.possible else self.agreed(len(batches))
         both = zip(batches, supports, strict=True)
         scores = [plain(*batch) if sets is None else plain(*batch, sets) for batch, sets in both]

@@ -4,8 +4,8 @@ The sampler's probabilities are normalised over these tokens, so the policy's ha
 token is drawn, and the mean importance ratio over draws is 1 for any policy. DeepSeek-V3.2, arXiv:2512.02556.
 
 A completion's sets are one tensor of whole numbers, so that batches, checkpoints and dumps hold them as they are:
-the number of tokens, a count for each, and the ids of all. A positive count is that of kept ids; of a larger set the
-ids that were left out are stored, with a negative count. 0: no token was left out.
+the number of tokens, a count for each, and the ids of all. A positive count is that of the set's ids; of a larger set
+the ids that were left out are stored, with a negative count. 0: no token was left out.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-KEPT: Final = "kept_tokens"
+SUPPORTS: Final = "sampling_supports"
 """Name of the sets in a micro-batch: a list with one tensor for each row."""
 
 

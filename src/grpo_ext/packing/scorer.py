@@ -22,7 +22,7 @@ from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_active_rows
 from grpo_ext.packing.obstacles import causal_lm
 from grpo_ext.packing.policy import PrefixSharing, Scores, concatenated
-from grpo_ext.packing.sampling_support import KEPT, SamplingSupport
+from grpo_ext.packing.sampling_support import SUPPORTS, SamplingSupport
 from grpo_ext.packing.token_budget import Part, TokenBudget, within_budget
 
 logger = logging.getLogger(__name__)
@@ -105,11 +105,11 @@ class Scorer:
             logger.warning(f"scores are not compared with the model's own forward: too little memory ({error})")
         self.compared = True
 
-    def stock(self, model: nn.Module, *rows: Any, kept: Any = None, **options: Any) -> Scores:
+    def stock(self, model: nn.Module, *rows: Any, support: Any = None, **options: Any) -> Scores:
         """Score rows by TRL's forward, whose arguments it takes, in the way that was chosen."""
         if not any(self.way):
             return self.trl(model, *rows, **options)
-        with self.way.of(self._base(model), rows[2], self.temperature, kept):
+        with self.way.of(self._base(model), rows[2], self.temperature, support):
             return self.trl(model, *rows, **options)
 
     def micro_batch(
@@ -130,7 +130,7 @@ class Scorer:
 
         def forward(batch: MicroBatch) -> Scores:
             further: dict[str, Any] = {
-                name: value for name, value in batch.items() if name in (PARENTS, KEPT, IMAGES, *self.multimodal)
+                name: value for name, value in batch.items() if name in (PARENTS, SUPPORTS, IMAGES, *self.multimodal)
             }
             return score(
                 model,
@@ -167,15 +167,15 @@ class Scorer:
         compute_aux_loss: bool = False,
         *,
         parents: Tensor | None = None,
-        kept_tokens: Sequence[Tensor] | None = None,
+        sampling_supports: Sequence[Tensor] | None = None,
         images: Sequence[RowImages] | None = None,
         **multimodal: Any,
     ) -> Scores:
         """Score the last `logits_to_keep` tokens of rows [rows, width]; arguments as TRL's.
 
-        `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten; `kept_tokens`
-        the sets that each row's tokens were drawn from, as in `sampling_support`, over which all scores are then
-        normalised; `images` those of each row, as in `images`.
+        `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten;
+        `sampling_supports` the sets that each row's tokens were drawn from, as in `sampling_support`, over which all
+        scores are then normalised; `images` those of each row, as in `images`.
 
         Raises:
             ValueError: rows with any of these or with a limit hold images, or TRL's LM head computes other positions
@@ -185,16 +185,16 @@ class Scorer:
         sharing, has_images = self.sharing, bool(images) or any(x is not None for x in multimodal.values())
         if parents is not None and has_images:
             raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
-        if kept_tokens is not None and has_images and not images:
+        if sampling_supports is not None and has_images and not images:
             raise ValueError(
                 "arguments of images are not cut to rows, as top_p, top_k and min_p need it. Unset these."
             )
         if self.limit is not None and has_images:
             raise ValueError("rows with images are not cut by tokens yet. Unset micro_batch_tokens.")
-        plainly = all(x is None for x in (self.limit, parents, kept_tokens))
+        plainly = all(x is None for x in (self.limit, parents, sampling_supports))
         batch = input_ids, attention_mask, logits_to_keep, batch_size
         if images:
-            return self._seeing(model, *batch, images, kept_tokens, options)
+            return self._seeing(model, *batch, images, sampling_supports, options)
         if has_images or (plainly and not sharing.possible and sharing.agreed is None):
             return self.stock(model, *batch, **options, **multimodal)
 
@@ -203,8 +203,8 @@ class Scorer:
         score: Callable[..., Scores] = partial(sharing.scores, plain, packed, **options)
         rows = input_ids, attention_mask, logits_to_keep
         if self.limit is not None:
-            return within_budget(self.limit, score, *rows, parents, kept_tokens)
-        return score(*rows, batch_size or len(input_ids), parents=parents, kept=kept_tokens)
+            return within_budget(self.limit, score, *rows, parents, sampling_supports)
+        return score(*rows, batch_size or len(input_ids), parents=parents, support=sampling_supports)
 
     def check(self, model: nn.Module, device: torch.device) -> None:
         """Compare the packed forward with the plain one, once, and share no prompts if they differ."""
@@ -220,11 +220,11 @@ class Scorer:
         ids: Tensor,
         mask: Tensor,
         completion: int,
-        kept: SamplingSupport | None = None,
+        support: SamplingSupport | None = None,
     ) -> Scores:
-        sets = None if kept is None else partial(kept.of_positions, mask, completion)
+        sets = None if support is None else partial(support.of_positions, mask, completion)
         with nullcontext() if sets is None else labelled_positions_only(ids.device, sets):
-            return self.stock(model, ids, mask, completion, **options, kept=sets)
+            return self.stock(model, ids, mask, completion, **options, support=sets)
 
     def _packed(
         self,
@@ -248,7 +248,7 @@ class Scorer:
         completion: int,
         batch_size: int | None,
         images: Sequence[RowImages],
-        kept: Sequence[Tensor] | None,
+        support: Sequence[Tensor] | None,
         options: dict[str, Any],
     ) -> Scores:
         """Score rows with images by TRL's forward, `batch_size` rows at a time; each call gets whole rows."""
@@ -257,7 +257,7 @@ class Scorer:
         for begin in range(0, len(input_ids), size):
             rows = slice(begin, begin + size)
             seen = options | forward_arguments(images[rows], mask[rows], completion)
-            sets = None if kept is None else SamplingSupport.of(kept[rows], completion, input_ids.device)
+            sets = None if support is None else SamplingSupport.of(support[rows], completion, input_ids.device)
             parts.append(self._plain(model, seen, input_ids[rows], mask[rows], completion, sets))
         return concatenated(parts)
 

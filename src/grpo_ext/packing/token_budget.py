@@ -184,7 +184,7 @@ def within_budget(
     mask: Tensor,
     completion: int,
     parents: Tensor | None,
-    kept: Sequence[Tensor] | None,
+    support: Sequence[Tensor] | None,
 ) -> Scores:
     """Score the last `completion` columns of rows [rows, width] piece by piece, by `PrefixSharing.scores`.
 
@@ -200,8 +200,8 @@ def within_budget(
         left, right = limit.columns(mask[rows], completion)
         part = input_ids[rows, left : start + right], mask[rows, left : start + right], right, len(rows)
         of_rows = None if parents is None else parents[rows, :right]
-        sets = None if kept is None else [kept[row] for row in rows.tolist()]
-        for found, values in zip((logps, entropies), score(*part, parents=of_rows, kept=sets), strict=False):
+        sets = None if support is None else [support[row] for row in rows.tolist()]
+        for found, values in zip((logps, entropies), score(*part, parents=of_rows, support=sets), strict=False):
             if values is not None:
                 found.append(torch.nn.functional.pad(values, (0, completion - right)))
     one = input_ids[:1, start - 1 : start + 1]

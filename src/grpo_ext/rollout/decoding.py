@@ -18,7 +18,7 @@ from grpo_ext.packing.images import OF_TOKENS
 from grpo_ext.rollout.blocked_weights import blocked
 from grpo_ext.rollout.grouped_queries import selected
 from grpo_ext.rollout.prompt_cache import RowCache, Unsupported, check_layers
-from grpo_ext.rollout.support_log import Drawn, SupportLog
+from grpo_ext.rollout.support_log import SamplerRecord, SupportLog
 
 LEAVE = 1 / 8
 """Share of finished rows at which they leave the batch: copying the others costs about one step."""
@@ -108,7 +108,7 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    drawn: Drawn | None = None,
+    record: SamplerRecord | None = None,
     uniforms: Float[Tensor, "batch tokens"] | None = None,
     limits: Int[Tensor, " batch"] | None = None,
     **inputs: Any,
@@ -116,7 +116,7 @@ def decode(
     """Complete every row of `input_ids`: a decoding method for `generate(custom_generate=...)`.
 
     Args:
-        drawn: gets the log-probabilities [batch, time] of sampled tokens, undefined after a row's end, and their sets.
+        record: gets the log-probabilities [batch, time] of sampled tokens, undefined after a row's end, and the sets.
         uniforms: numbers in [0, 1) by which tokens are sampled. A row's tokens then depend on its own numbers and
             logits only, not on the other rows.
         limits: most tokens of each row, besides the limit of `generation_config`; padding follows them.
@@ -127,14 +127,14 @@ def decode(
     inputs, marks = text_inputs(model, inputs)
     check_call(logits_processor, stopping_criteria, generation_config, inputs)
     batch = _Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, uniforms, limits)
-    log = None if drawn is None else drawn.log
+    log = None if record is None else record.log
     with blocked(model, len(input_ids), generation_config.max_length - batch.prompt):
         logits = batch.prefill(marks)
         with selected(model):
             while batch.append(batch.choose(logits, log)):
                 logits = batch.forward()
-    if drawn is not None and generation_config.do_sample:
-        drawn.logps.append(batch.drawn[:, input_ids.shape[1] : batch.length].log())
+    if record is not None and generation_config.do_sample:
+        record.logps.append(batch.drawn[:, input_ids.shape[1] : batch.length].log())
     return batch.completed()
 
 

@@ -100,8 +100,8 @@ class FreshPrompts:
 
 
 Row: TypeAlias = tuple[Any, ...]
-"""Row, prompt, prompt ids, ids, tool mask, completion, log-probabilities, images, those as tensors, kept sets, logged
-columns, turn rewards."""
+"""Row, prompt, prompt ids, ids, tool mask, completion, log-probabilities, images, those as tensors, sampling supports,
+logged columns, turn rewards."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Batch:
         masks, logprobs = made.tool_mask or unknown, made.logprobs or unknown
         given = rollouts.rows, rollouts.prompts, made.prompt_ids
         columns = *given, made.completion_ids, masks, made.completions, logprobs
-        lists = made.images or unknown, rollouts.images or unknown, rollouts.kept or unknown
+        lists = made.images or unknown, rollouts.images or unknown, rollouts.supports or unknown
         rows = list(zip(*columns, *lists, logged, rollouts.turn_rewards, strict=True))
         return cls(rows, rewards, list(rollouts.logged), list(made.extra))
 
@@ -135,21 +135,21 @@ class Batch:
         """Join the rows to a scored generation."""
         columns: list[Any] = [list(column) for column in zip(*self.rows, strict=True)]
         examples, prompts, prompt_ids, ids, masks, completions, logprobs, *lists, logged, turn_rewards = columns
-        images, seen, kept = lists
+        images, seen, supports = lists
         extra = {name: [example[name] for example in examples] for name in self.extra}
         tool_mask, scores = (None if any(part is None for part in column) else column for column in (masks, logprobs))
         found = images if any(images) else None
         made = Generated(prompt_ids, ids, tool_mask, completions, scores, extra, found, [])
         of_rewards = {name: [row.get(name) for row in logged] for name in self.logged}
         scored = {"rewards": self.rewards, "turn_rewards": turn_rewards, "logged": of_rewards}
-        kept = [] if kept[0] is None else kept
+        supports = [] if supports[0] is None else supports
         seen = [] if found is None else [row or no_images() for row in seen]
-        return RolloutBatch(examples, (), prompts, made, kept=kept, images=seen, scored_ids=ids, **scored)
+        return RolloutBatch(examples, (), prompts, made, supports=supports, images=seen, scored_ids=ids, **scored)
 
 
 Collect = Callable[[list[dict[str, Any]], list[AttemptId]], RolloutBatch]
 """Generates and scores rows."""
-Silent = Callable[[RolloutBatch], Tensor]
+ZeroAdvantages = Callable[[RolloutBatch], Tensor]
 """Returns the groups of all processes, [groups], in which no completion would have an advantage."""
 
 
@@ -191,14 +191,14 @@ class DynamicSampler:
         rows: list[dict[str, Any]],
         attempts: list[AttemptId],
         collect: Collect,
-        silent: Silent,
+        zero_advantages: ZeroAdvantages,
         metrics: MutableMapping[str, list[float]],
     ) -> RolloutBatch:
         """Generate and score `rows`; replace groups without a signal until all have one or the bound is reached."""
 
         def scored(rows: list[dict[str, Any]], attempts: list[AttemptId]) -> tuple[Batch, list[bool]]:
             rollouts = collect(rows, attempts)
-            return Batch.of(rollouts), self._dead(rollouts, silent)
+            return Batch.of(rollouts), self._dead(rollouts, zero_advantages)
 
         batch, dead = scored(rows, attempts)
         drawn, rounds = len(batch.rewards), 0
@@ -214,10 +214,10 @@ class DynamicSampler:
         metrics["dynamic_sampling/kept_groups"].append(float(len(batch.rewards) // self.group - sum(dead)))
         return batch.rollouts()
 
-    def _dead(self, rollouts: RolloutBatch, silent: Silent) -> list[bool]:
+    def _dead(self, rollouts: RolloutBatch, zero_advantages: ZeroAdvantages) -> list[bool]:
         """Groups to replace."""
         if self.by == TOTAL:
-            return silent(rollouts).tolist()
+            return zero_advantages(rollouts).tolist()
         assert rollouts.rewards is not None
         grouped = rollouts.rewards.double().view(-1, self.group, rollouts.rewards.shape[1])
         return judged(grouped, self.names, self.by).tolist()

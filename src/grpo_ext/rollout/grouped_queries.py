@@ -37,9 +37,9 @@ def attention(
     if groups == 1 or query.shape[2] != 1 or not one_mask or dropout or kwargs.get("position_bias") is not None:
         given = {"scaling": scaling, "dropout": dropout} | kwargs
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
-    together = query[:, :, 0].unflatten(1, (-1, groups))
+    grouped = query[:, :, 0].unflatten(1, (-1, groups))
     found = torch.nn.functional.scaled_dot_product_attention(
-        together, key, value, attn_mask=attention_mask, scale=scaling
+        grouped, key, value, attn_mask=attention_mask, scale=scaling
     )
     return found.flatten(1, 2)[:, None], None
 

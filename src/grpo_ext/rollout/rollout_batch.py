@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_ext.objective.trajectory import COLUMN, Trajectory, Turn
 from grpo_ext.packing.images import IMAGES, RowImages
-from grpo_ext.packing.sampling_support import KEPT
+from grpo_ext.packing.sampling_support import SUPPORTS
 from grpo_ext.rollout.seeds import AttemptId
 
 TurnRewards = list[list[float] | None]
@@ -44,7 +44,7 @@ class RolloutBatch:
     prompts: list[Any] = field(default_factory=list)
     """Prompts of the rows as the model gets them, with their images and the first observations of environments."""
     generated: Generated | None = None
-    kept: list[Tensor] = field(default_factory=list)
+    supports: list[Tensor] = field(default_factory=list)
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.sampling_support`."""
     turns: list[Turn] = field(default_factory=list)
     """The turns that TRL's loop of tools has sampled, with the sampling supports."""
@@ -68,7 +68,7 @@ class RolloutBatch:
     @property
     def lists(self) -> dict[str, list[Any]]:
         """Kept sets and images of the rows, where there are any, by their names in a micro-batch."""
-        lists: dict[str, list[Any]] = {KEPT: self.kept, IMAGES: self.images}
+        lists: dict[str, list[Any]] = {SUPPORTS: self.supports, IMAGES: self.images}
         return {name: rows for name, rows in lists.items() if rows}
 
     @property

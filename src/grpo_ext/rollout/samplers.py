@@ -19,7 +19,7 @@ class Sampled(NamedTuple):
     """Tokens, with the one that ended the completion, if any."""
     logps: list[float | None] | None
     """Log-probability of each token under the distribution that it was drawn from; None where it is not known."""
-    kept: Tensor | None
+    support: Tensor | None
     """Sets that a truncated sampler drew from, as in `packing.sampling_support`; None where the loss needs none."""
 
 

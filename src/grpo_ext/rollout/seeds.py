@@ -61,7 +61,9 @@ def numbered(seed: int, source: Source, rows: Iterable[int], group: int) -> list
     return [AttemptId(seed, source, *divmod(row, group)) for row in rows]
 
 
-def drawn(streams: Sequence[np.random.Generator], limits: Sequence[int], rows: int, width: int) -> np.ndarray:
+def uniform_numbers(
+    streams: Sequence[np.random.Generator], limits: Sequence[int], rows: int, width: int
+) -> np.ndarray:
     """Return numbers in [0, 1), [rows, width], by which rows sample tokens: of each stream as many as its limit.
 
     There may be more rows than streams, and `width` is at least each limit; what is left is 0.

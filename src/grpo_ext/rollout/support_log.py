@@ -21,11 +21,11 @@ class SupportLog:
 
     def add(self, scores: Float[Tensor, "active vocabulary"], rows: Int[Tensor, " active"] | None = None) -> None:
         """Add a token of the batch, or of its `rows`; a token of the vocabulary that was removed scores -inf."""
-        kept = scores > -torch.inf
-        count, vocabulary = kept.sum(dim=1), kept.shape[1]
+        support = scores > -torch.inf
+        count, vocabulary = support.sum(dim=1), support.shape[1]
         inverted = 2 * count > vocabulary
-        row, ids = (kept ^ inverted[:, None]).nonzero(as_tuple=True)
-        rows = torch.arange(self.rows, device=kept.device) if rows is None else rows
+        row, ids = (support ^ inverted[:, None]).nonzero(as_tuple=True)
+        rows = torch.arange(self.rows, device=support.device) if rows is None else rows
         counts = count.new_zeros(self.rows)
         counts[rows] = torch.where(inverted, count - vocabulary, count)
         self._counts.append(counts.int())
@@ -45,11 +45,11 @@ class DrawLog:
     """The last logits processor of `generate`: records the log-probability of each token that it draws.
 
     Args:
-        kept: records the tokens that may be drawn too.
+        support: records the tokens that may be drawn too.
     """
 
-    def __init__(self, kept: SupportLog | None = None) -> None:
-        self.kept = kept
+    def __init__(self, support: SupportLog | None = None) -> None:
+        self.support = support
         self._drawn: list[Tensor] = []
         self._last: Tensor | None = None
 
@@ -57,8 +57,8 @@ class DrawLog:
         """Note the last token, which was drawn by the scores before these; return the scores as they are."""
         self._note(ids)
         self._last = scores.float().log_softmax(dim=1)
-        if self.kept is not None:
-            self.kept.add(scores)
+        if self.support is not None:
+            self.support.add(scores)
         return scores
 
     def _note(self, ids: Tensor) -> None:
@@ -72,7 +72,7 @@ class DrawLog:
 
 
 @dataclass
-class Drawn:
+class SamplerRecord:
     """The record of one call of a sampler."""
 
     logps: list[Tensor] = field(default_factory=list)
@@ -80,12 +80,12 @@ class Drawn:
     log: SupportLog | None = None
     """The processor of transformers, if the sets are wanted."""
 
-    def kept(self, completions: Sequence[Sequence[int]]) -> list[Int[Tensor, " numbers"]]:
+    def supports(self, completions: Sequence[Sequence[int]]) -> list[Int[Tensor, " numbers"]]:
         """Return the set of each token of the completions, or an empty list if they are not wanted."""
         return [] if self.log is None else self.log.sets(completions)
 
 
 def encoded_lists(sets: Sequence[Sequence[int]]) -> Int[Tensor, " numbers"]:
-    """Return the sets of a completion as one tensor, from the kept tokens at each of its tokens."""
-    counts, ids = [len(kept) for kept in sets], [i for kept in sets for i in kept]
+    """Return the sets of a completion as one tensor, from the tokens that were left at each of its tokens."""
+    counts, ids = [len(support) for support in sets], [i for support in sets for i in support]
     return encoded(torch.tensor(counts, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))

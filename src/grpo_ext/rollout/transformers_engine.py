@@ -23,7 +23,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.config.truncation import OF_THE_MODEL, reshaping, scores_kept_sets
+from grpo_ext.config.truncation import OF_THE_MODEL, reshaping, scores_over_support
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.ratios import widest
 from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
@@ -31,8 +31,8 @@ from grpo_ext.packing.rotary import forgets_beyond
 from grpo_ext.rollout.decoding import decode, ended, padded
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
-from grpo_ext.rollout.seeds import drawn as numbers_drawn
-from grpo_ext.rollout.support_log import DrawLog, Drawn, SupportLog
+from grpo_ext.rollout.seeds import uniform_numbers
+from grpo_ext.rollout.support_log import DrawLog, SamplerRecord, SupportLog
 from grpo_ext.rollout.vllm.lazy_import import GRPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class GroupedEngine:
 
     Args:
         required: raise where the decoding is not exact, instead of falling back to `model.generate`.
-        keeps: record, in training, the tokens that a truncated sampler kept, also where `model.generate` decodes.
+        with_support: record, in training, the tokens that a truncated sampler kept, whatever decodes.
         records: record, in training, the log-probability of each token that `model.generate` draws.
 
     Attributes:
@@ -51,9 +51,9 @@ class GroupedEngine:
     """
 
     def __init__(
-        self, *, required: bool = False, keeps: bool = False, records: bool = True, refusal: str = ""
+        self, *, required: bool = False, with_support: bool = False, records: bool = True, refusal: str = ""
     ) -> None:
-        self.required, self.keeps, self.records, self.refusal = required, keeps, records, refusal
+        self.required, self.with_support, self.records, self.refusal = required, with_support, records, refusal
         self._looked = False
 
     def refuse(self, reason: str) -> None:
@@ -67,7 +67,7 @@ class GroupedEngine:
         self.refusal = reason
         logger.warning(f"rollouts by transformers' own generate: {reason}.")
 
-    def generate(self, model: Any, uniforms: Tensor | None = None, **inputs: Any) -> tuple[Tensor, Drawn]:
+    def generate(self, model: Any, uniforms: Tensor | None = None, **inputs: Any) -> tuple[Tensor, SamplerRecord]:
         """Return what `model.generate` returns for its `inputs`, and the record of the draws.
 
         Args:
@@ -78,12 +78,13 @@ class GroupedEngine:
         Raises:
             Unsupported: decoding would not be exact, and the engine is required.
         """
-        log = SupportLog(len(inputs["input_ids"])) if self.keeps and model.training else None
-        found = Drawn(log=log)
+        log = SupportLog(len(inputs["input_ids"])) if self.with_support and model.training else None
+        found = SamplerRecord(log=log)
         try:
             if not self.refusal:
                 self._look(model)
-                return model.generate(**inputs, custom_generate=partial(decode, drawn=found, uniforms=uniforms)), found
+                ours = partial(decode, record=found, uniforms=uniforms)
+                return model.generate(**inputs, custom_generate=ours), found
         except Unsupported as error:
             self.refuse(str(error))
         self._check_length(model, inputs["input_ids"].shape[1] + inputs["generation_config"].max_new_tokens)
@@ -160,7 +161,7 @@ class TransformersSampler:
             return []
         device, uniforms = self.trainer.accelerator.device, None
         if streams is not None:
-            uniforms = torch.from_numpy(numbers_drawn(streams, limits, rows, longest))
+            uniforms = torch.from_numpy(uniform_numbers(streams, limits, rows, longest))
         elif training and not self.engine.refusal:
             # not in an evaluation, which draws as `generate` does, whatever the launch
             uniforms = torch.rand(rows, longest, dtype=widest(device), device=device)
@@ -174,7 +175,7 @@ class TransformersSampler:
             reason = f"the model's table ends at position {end}, and a prompt has {most} tokens"
             raise ConfigError([Problem("max_completion_length", longest, reason, "Set it lower.")]) from error
         return [
-            Sampled(one.ids[:limit], None if one.logps is None else one.logps[:limit], one.kept)
+            Sampled(one.ids[:limit], None if one.logps is None else one.logps[:limit], one.support)
             for one, limit in zip(made, limits, strict=False)
         ]
 
@@ -202,12 +203,13 @@ class TransformersSampler:
         inputs = Trainer._prepare_inputs(trainer, self._tensors(contexts, fields))
         width = inputs["input_ids"].shape[1]
         with profiling_context(trainer, "transformers.generate"), self._unwrapped() as model:
-            output, drawn = self.engine.generate(model, uniforms, **inputs, generation_config=config)
+            output, record = self.engine.generate(model, uniforms, **inputs, generation_config=config)
         ends = frozenset(trainer.eos_token_ids)
         ids = [ended(row, ends) for row in output[:, width:].tolist()]
         unknown = [None] * len(ids)
-        rows = zip(ids, drawn.logps[-1].tolist() if drawn.logps else unknown, drawn.kept(ids) or unknown, strict=True)
-        return [Sampled(its, known and known[: len(its)], kept) for its, known, kept in rows]
+        logps, supports = record.logps[-1].tolist() if record.logps else unknown, record.supports(ids) or unknown
+        rows = zip(ids, logps, supports, strict=True)
+        return [Sampled(its, known and known[: len(its)], support) for its, known, support in rows]
 
     def _tensors(self, contexts: list[list[int]], fields: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the inputs of `generate`, padded on the left."""
@@ -321,12 +323,12 @@ def grouped_engine(args: GRPOExtConfig, *, sharded: bool) -> GroupedEngine:
         args: the trainer's settings.
         sharded: whether FSDP spreads the weights over processes.
     """
-    keeps, asked = scores_kept_sets(args), args.rollout_engine_resolved
+    with_support, asked = scores_over_support(args), args.rollout_engine_resolved
     if asked == "generate":
         asks = "sampling_per_token_logps" in args.objective.generation_inputs or reshaping(args)
         records = bool(asks or args.loss_defaults != "trl")  # stock TRL does not, and each token costs a softmax
-        return GroupedEngine(keeps=keeps, records=records, refusal="rollout_engine is 'generate'")
-    engine = GroupedEngine(required=asked == "grouped", keeps=keeps)
+        return GroupedEngine(with_support=with_support, records=records, refusal="rollout_engine is 'generate'")
+    engine = GroupedEngine(required=asked == "grouped", with_support=with_support)
     if sharded:
         engine.refuse("the weights are sharded over processes")
     elif reason := forward_obstacle(args):

@@ -54,7 +54,7 @@ class WaveEngine:
             return []
         streams = [self._streams[turn.episode] for turn in turns]
         sampled = self._sample([turn.context for turn in turns], [turn.limit for turn in turns], streams)
-        return [(turn, Sample(one.ids, one.logps, one.kept)) for turn, one in zip(turns, sampled, strict=True)]
+        return [(turn, Sample(one.ids, one.logps, one.support)) for turn, one in zip(turns, sampled, strict=True)]
 
     def anyone(self, here: bool, leaves: bool) -> bool:
         """Return whether an episode is left, as `TurnEngine` does."""
@@ -111,7 +111,7 @@ class ServerEngine:
             turn, request = self._sent.pop(future)
             try:
                 [sampled] = future.result()
-                turns_done.append((turn, Sample(sampled.ids, sampled.logps, sampled.kept)))
+                turns_done.append((turn, Sample(sampled.ids, sampled.logps, sampled.support)))
             except Exception as trouble:
                 failed.append((turn, request))
                 troubles.append(trouble)

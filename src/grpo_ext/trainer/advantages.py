@@ -68,7 +68,7 @@ class AssignedAdvantages:
     advantages: Float[Tensor, "groups completions *time"]
     total: Float[Tensor, "groups completions"]
     """Weighted totals of the rewards."""
-    silent: Bool[Tensor, " groups"]
+    zero_variance: Bool[Tensor, " groups"]
     """Groups in which no token has an advantage."""
     mask: Tensor | None = None
     """Live tokens [groups, completions, time], where the estimator sees tokens."""
@@ -144,13 +144,13 @@ class Advantages:
             values = self._estimated(rewards, wide, total, tokens, log_metric, remember=training)
             values = values.to(trl.advantages.dtype)
             marks = self.objective.marks(values, tokens)
-            credited = AssignedAdvantages(values, total, _silent(values), tokens.get("mask"), marks)
-        self.log.add("advantages/zero_variance_groups", credited.silent.double().mean().item())
+            credited = AssignedAdvantages(values, total, _zero_variance(values), tokens.get("mask"), marks)
+        self.log.add("advantages/zero_variance_groups", credited.zero_variance.double().mean().item())
         if training:
-            self.monitor.add(rewards, bool(credited.silent.all()))
+            self.monitor.add(rewards, bool(credited.zero_variance.all()))
         return credited
 
-    def silent_groups(self, rollouts: RolloutBatch, weights: Tensor, group: int) -> Bool[Tensor, " groups"]:
+    def zero_advantage_groups(self, rollouts: RolloutBatch, weights: Tensor, group: int) -> Bool[Tensor, " groups"]:
         """Return the groups of all processes in which no completion would have an advantage."""
         assert rollouts.rewards is not None
         rewards, weights = self._grouped(rollouts.rewards, group), weights.double()
@@ -158,7 +158,7 @@ class Advantages:
             return zero_variance(self._total(rewards, weights))
         tokens = self.tokens(rollouts, {"mask": token_mask(rollouts)}, group)
         history = self.group_means.concatenated()
-        return _silent(self.objective.advantages(rewards, weights, history, _ignore, **tokens))
+        return _zero_variance(self.objective.advantages(rewards, weights, history, _ignore, **tokens))
 
     def tokens(self, rollouts: RolloutBatch, seen: Mapping[str, Tensor], group: int) -> dict[str, Any]:
         """Return what the estimator sees of all processes: of tokens, of the turns of trajectories, of rows."""
@@ -224,7 +224,7 @@ class Advantages:
         self.log.add_all(figures | group_shares(rewards, self.names))
 
 
-def _silent(advantages: Float[Tensor, "groups completions *time"]) -> Bool[Tensor, " groups"]:
+def _zero_variance(advantages: Float[Tensor, "groups completions *time"]) -> Bool[Tensor, " groups"]:
     return ~advantages.flatten(1).any(dim=1)
 
 

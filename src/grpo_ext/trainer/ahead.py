@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from grpo_ext.config.process_engine import samples_by_server
-from grpo_ext.config.truncation import scores_kept_sets
+from grpo_ext.config.truncation import scores_over_support
 from grpo_ext.errors import ConfigError, Problem, SamplerLost
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.rollout_batch import RolloutBatch
@@ -49,7 +49,7 @@ class Running:
 
     Attributes:
         schedule: who samples what, and when.
-        drawn: numbers of the rows of each later generation, of all processes.
+        numbers: numbers of the rows of each later generation, of all processes.
         background: completes and scores.
         asked: generations that were submitted and not yet taken, each with its request, unless a checkpoint had it,
             and with what is made of it.
@@ -57,7 +57,7 @@ class Running:
     """
 
     schedule: Schedule
-    drawn: Iterator[list[int]]
+    numbers: Iterator[list[int]]
     background: BackgroundWorker
     asked: dict[int, tuple[Asked | None, Submitted]] = field(default_factory=dict)
     generation: int | None = None
@@ -115,7 +115,7 @@ class RolloutsAhead:
         return self._generation[1] if self._generation is not None and self._generation[0] == attempts else None
 
     def version(self) -> int | None:
-        """Return the version that samples what is still missing of the generation: groups that replace silent ones.
+        """Return the version that samples what is still missing of the generation: groups that replace others.
 
         They are sampled, played and scored by this thread, when the background has ended all its work: rewards and
         environments serve one thread. None outside of a generation.
@@ -151,12 +151,12 @@ class RolloutsAhead:
     def in_flight(self, *, waits: bool, replaces: bool) -> InFlight:
         """Return what is in flight, when each generation has been finished, or has failed.
 
-        With it the weights of generations that are still to be sampled, or whose silent groups may be replaced.
+        With it the weights of generations that are still to be sampled, or whose groups may be replaced.
 
         Args:
             waits: False where a run ends early, as by a signal: what is not there by now is sampled by these weights
                 when it resumes. A server has no older weights, so there it waits.
-            replaces: whether this process keeps the weights by which silent groups are replaced.
+            replaces: whether this process keeps the weights by which groups are replaced.
         """
         running = self._running
         if running is None:
@@ -189,17 +189,17 @@ class RolloutsAhead:
         uses = int(args.steps_per_generation or 1) * args.num_iterations
         generations = math.ceil(hooks.state.max_steps * accumulation / uses)
         schedule = Schedule(args.rollout_ahead, generations, first, versions, list(kept.weights))
-        drawn = upcoming(hooks._get_train_sampler(), count * processes)
+        numbers = upcoming(hooks._get_train_sampler(), count * processes)
         source = PublishedWeights(self.sampler, waits=args.environment_waves == "turn")
         background = BackgroundWorker(self.worker.in_background(source))
-        running = Running(schedule, islice(drawn, first, None), background)
+        running = Running(schedule, islice(numbers, first, None), background)
         for generation, (version, finished) in zip(versions, known, strict=True):
             if finished is None or not finished.scored:
                 # v_s was published, and this generation asked for, when generation s had been taken
                 published = version * uses // accumulation
                 self._submit(running, generation, version, count, finished, min(published, hooks.state.global_step))
             else:
-                next(running.drawn)
+                next(running.numbers)
                 running.asked[generation] = None, done(finished)
         return running
 
@@ -231,12 +231,12 @@ class RolloutsAhead:
         """
         hooks, state = self.hooks, self.hooks.state
         first, step = self.hooks.accelerator.process_index * count, state.global_step if step is None else step
-        rows = [hooks.train_dataset[i] for i in next(running.drawn)[first : first + count]]
+        rows = [hooks.train_dataset[i] for i in next(running.numbers)[first : first + count]]
         prompts = copy.deepcopy([row["prompt"] for row in rows])
         ids = [] if self.worker.episode_runner is not None else hooks._tokenize_prompts(prompts)[0]
         attempts, limit = hooks.attempts_of(generation, count), int(self.hooks.args.max_completion_length or 0)
         known = [row for row in state.log_history if row.get("step", 0) <= step]
-        supports = scores_kept_sets(hooks.args)
+        supports = scores_over_support(hooks.args)
         request = RolloutRequest(rows, prompts, ids, attempts, limit, version, step, supports=supports)
         queued = Asked(request, replace(state, global_step=step, log_history=known))
         running.asked[generation] = queued, running.background.submit(queued, finished)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.config.truncation import scores_kept_sets
+from grpo_ext.config.truncation import scores_over_support
 from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN, Turn, batch
@@ -44,7 +44,7 @@ class Collector:
         policy: the policy as its own sampler, or vLLM with its present weights.
         inference_engine: the sampler that runs beside training: a process, or a vLLM server.
         dynamic: replaces groups without a signal, for `dynamic_sampling`.
-        silent: returns the groups without a signal.
+        zero_advantages: returns the groups without a signal.
         ahead: samples by older weights, for `rollout_ahead`.
         worker: of this thread, which samples by the collector.
     """
@@ -56,7 +56,7 @@ class Collector:
     inference_engine: Sampler | None
     rewards: RewardCollector
     dynamic: DynamicSampler | None
-    silent: Callable[[RolloutBatch], Tensor]
+    zero_advantages: Callable[[RolloutBatch], Tensor]
     made: InitVar[Callable[[Source], RolloutWorker]]
     ahead: RolloutsAhead | None = None
     _current: RolloutBatch | None = None
@@ -64,7 +64,7 @@ class Collector:
     def __post_init__(self, made: Callable[[Source], RolloutWorker]) -> None:
         self.worker = made(self)
         self.episode_runner = self.worker.episode_runner
-        self.wants_supports = scores_kept_sets(self.hooks.args)
+        self.wants_supports = scores_over_support(self.hooks.args)
         if self.hooks.args.rollout_ahead and self.inference_engine is not None:
             runtime = self.rewards.runtime
             self.ahead = RolloutsAhead(self.hooks, self.inference_engine, self.worker, runtime, self.times)
@@ -80,7 +80,7 @@ class Collector:
         with self.ahead.taking(rows) if self.ahead is not None and training else nullcontext():
             if self.dynamic is None or not training:
                 return self.collect(rows, attempts)
-            return self.dynamic.settle(rows, attempts, self.collect, self.silent, self.log.figures["train"])
+            return self.dynamic.settle(rows, attempts, self.collect, self.zero_advantages, self.log.figures["train"])
 
     def collect(self, rows: list[Row], attempts: Sequence[AttemptId]) -> RolloutBatch:
         """Generate and score a completion for each row; each process needs as many rows."""
@@ -128,7 +128,7 @@ class Collector:
             completed = self.worker.complete(self._request(rollouts, prompts, ids, fields, group))
         assert completed.generated is not None
         generated = completed.generated._replace(images=images)
-        rollouts.kept, rollouts.played = completed.kept, completed.played
+        rollouts.supports, rollouts.played = completed.supports, completed.played
         if self.episode_runner is None:
             return generated
         records = self.episode_runner.records(rollouts.played)
@@ -175,7 +175,7 @@ class Collector:
         rollouts = self._current
         if rollouts is not None and rollouts.turns:
             rows = zip(generated.prompt_ids, generated.completion_ids, strict=True)
-            rollouts.kept = supports_of([turns_of_row(*row, rollouts.turns) for row in rows])
+            rollouts.supports = supports_of([turns_of_row(*row, rollouts.turns) for row in rows])
 
     # The source of the worker that runs in this thread.
 

@@ -44,7 +44,7 @@ class Evaluated:
         self.rows, self.seen = rows, 0
         self.rewards: list[Float[Tensor, "rows functions"]] = []
         self.lengths: list[Int[Tensor, "rows 2"]] = []
-        self.silent: list[Bool[Tensor, " groups"]] = []
+        self.zero_variance: list[Bool[Tensor, " groups"]] = []
 
     def add_completions(
         self, ids: list[list[int]], tool_mask: list[list[int]] | None, ends: set[int], accelerator: Accelerator
@@ -67,9 +67,9 @@ class Evaluated:
         real, local = self.add_rewards(rewards), len(mask)
         return mask * (torch.arange(local, device=mask.device) + rank * local < real)[:, None]
 
-    def add_silent(self, silent: Bool[Tensor, " groups"], group: int) -> None:
+    def add_zero_variance(self, zero_variance: Bool[Tensor, " groups"], group: int) -> None:
         """Add which groups of the batch have no advantage, after `add_rewards`."""
-        self.silent.append(silent[: len(self.rewards[-1]) // group])
+        self.zero_variance.append(zero_variance[: len(self.rewards[-1]) // group])
 
     def figures(
         self, names: Sequence[str], weights: Float[Tensor, " functions"], group: int, objective: Objective
@@ -82,7 +82,7 @@ class Evaluated:
         grouped = rewards.view(-1, group, rewards.shape[1])
         total = weighted_total(grouped, weights.to(grouped), missing=objective.missing_rewards)
         figures["reward"], figures["reward_std"] = total.nanmean(), nanstd(total)
-        figures["advantages/zero_variance_groups"] = torch.cat(self.silent).double().mean()
+        figures["advantages/zero_variance_groups"] = torch.cat(self.zero_variance).double().mean()
         lengths, cut = torch.cat(self.lengths).double().unbind(dim=1)
         figures["completions/clipped_ratio"] = cut.mean()
         ended = lengths[cut == 0] if (cut == 0).any() else lengths.new_zeros(1)

@@ -19,7 +19,7 @@ from grpo_ext.config.loss import idle_clip
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.models import model_problems
 from grpo_ext.config.precision import precision
-from grpo_ext.config.truncation import adapter_problems, scores_kept_sets
+from grpo_ext.config.truncation import adapter_problems, scores_over_support
 from grpo_ext.data.given import given_data
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
@@ -34,7 +34,7 @@ from grpo_ext.trainer.advantages import AssignedAdvantages
 from grpo_ext.trainer.batches import padded
 from grpo_ext.trainer.callbacks import MetricsFile, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
-from grpo_ext.trainer.diagnosis.recording import DRAWN, ROWS, Watching, row_record
+from grpo_ext.trainer.diagnosis.recording import ROWS, SAMPLER_LOGPS, Watching, row_record
 from grpo_ext.trainer.input_checks import fix_lengths, longest_row
 from grpo_ext.trainer.libraries import replacement_problems, without_notices
 from grpo_ext.trainer.loss_hooks import LossHooks
@@ -264,7 +264,7 @@ class GRPOExtTrainer(LossHooks):
             record = row_record(rollouts.rewards, credited.total.flatten(), rollouts.scored_ids, rank, group)
             batch[ROWS] = record.to(widest(device)).to(device)
         elif self._evaluated is not None:
-            self._evaluated.add_silent(credited.silent, group)
+            self._evaluated.add_zero_variance(credited.zero_variance, group)
         return credited
 
     def _policy_before_training(self, batch: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
@@ -279,7 +279,7 @@ class GRPOExtTrainer(LossHooks):
     ) -> dict[str, Tensor]:
         """Return what the estimator sees of this process's tokens, [rows, time]."""
         mask, asked = active_mask(batch), self.objective.generation_inputs
-        sampler = batch.get("sampling_per_token_logps", batch.get(DRAWN, torch.full(mask.shape, torch.nan)))
+        sampler = batch.get("sampling_per_token_logps", batch.get(SAMPLER_LOGPS, torch.full(mask.shape, torch.nan)))
         offered = {
             "completion_ids": batch["completion_ids"],
             "per_token_logps": policy,
@@ -309,12 +309,12 @@ class GRPOExtTrainer(LossHooks):
         """Name the sampler's log-probabilities after what they may be compared with, and check its drift."""
         if "sampling_per_token_logps" not in batch:
             return
-        if mode == "eval" and scores_kept_sets(self.args):  # over the tokens that were kept, not the vocabulary
+        if mode == "eval" and scores_over_support(self.args):  # over the tokens that were kept, not the vocabulary
             del batch["sampling_per_token_logps"]
             return
         elsewhere = self.use_vllm or self.rollout_func is not None
         if not elsewhere and not (self.args.rollout_ahead and mode == "train"):
-            batch[DRAWN] = batch.pop("sampling_per_token_logps")  # diagnostics only: no mask of the loss reads it
+            batch[SAMPLER_LOGPS] = batch.pop("sampling_per_token_logps")  # diagnostics only: no loss masks by it
         elif self._drift is not None and mode == "train" and self.collector.age == 0:
             self._drift.due = True
             if policy is not None:

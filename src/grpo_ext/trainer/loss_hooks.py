@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from grpo_ext.config.added_losses import INITIAL, Distillation, ReverseKL, added_losses
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.objective.aggregation import StepTotals
-from grpo_ext.packing.micro_batches import MicroBatch, active_mask, regroup, silent
+from grpo_ext.packing.micro_batches import MicroBatch, active_mask, regroup, zero_advantages
 from grpo_ext.packing.obstacles import causal_lm
 from grpo_ext.packing.policy import Scores
 from grpo_ext.trainer.added_losses import AddedLosses
@@ -52,7 +52,7 @@ class LossHooks(RolloutHooks):
         additive = self.objective.additive and self.top_entropy_quantile == 1.0 and not self.aux_loss_enabled
         self._regroups = args.exact_denominators and additive
         # completions without an advantage then have no part in the loss, nor in what steers the run
-        self._skips = args.zero_advantages_skipped and self.objective.row.silent_at_zero and not steers
+        self._skips = args.zero_advantages_skipped and self.objective.row.zero_without_advantage and not steers
 
     def _set_up_forward(self) -> None:
         """Choose the forward that scores tokens."""
@@ -108,7 +108,7 @@ class LossHooks(RolloutHooks):
         drift = self._drift is not None and "sampling_per_token_logps" in inputs and not self._sampler_corrected
         if drift and inputs is self._buffered_inputs[0]:  # its check reads all rows: no pass came before it
             return None
-        active = ~silent(inputs["advantages"])
+        active = ~zero_advantages(inputs["advantages"])
         return None if active.all() else active
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import TrainerState
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.packing.images import IMAGES
 from grpo_ext.packing.micro_batches import active_mask
-from grpo_ext.packing.sampling_support import KEPT
+from grpo_ext.packing.sampling_support import SUPPORTS
 from grpo_ext.safe_reading import replacing
 from grpo_ext.trainer.checkpoints.manifest import sync
 from grpo_ext.trainer.checkpoints.processes import everywhere, local
@@ -192,10 +192,10 @@ def sampling(model: nn.Module, steps: TrainerState) -> Iterator[None]:
 
 
 def on_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of a micro-batch's tensors on the CPU, its kept sets and its images."""
+    """Return copies of a micro-batch's tensors on the CPU, its sampling supports and its images."""
     found: dict[str, Any] = {n: v.detach().cpu().clone() for n, v in batch.items() if isinstance(v, Tensor)}
-    if KEPT in batch:
-        found[KEPT] = [of_row.cpu() for of_row in batch[KEPT]]
+    if SUPPORTS in batch:
+        found[SUPPORTS] = [of_row.cpu() for of_row in batch[SUPPORTS]]
     if IMAGES in batch:  # those of a prompt are one object for all its rows, on the disk too
         found[IMAGES] = batch[IMAGES]
     return found

@@ -157,7 +157,7 @@ class ReferenceCheck:
         with entered_alike(moved(policy) if starts and initial is not None else nullcontext()):
             with entered_alike(nullcontext() if initial is None else initial.replacing(policy)):
                 self.first = found = self.score(reference)
-            drawn = [self.score(model) for _ in range(2 * starts)]
+            scores = [self.score(model) for _ in range(2 * starts)]
         check = partial(compare, model=policy, half=self.half)
         with failing_alike():
             if first is not None:
@@ -165,7 +165,7 @@ class ReferenceCheck:
         if starts:
             logps = self.score(model)
             with failing_alike():
-                check(drawn[0], drawn[1], "each forward draws its own noise, also without dropout")
+                check(scores[0], scores[1], "each forward draws its own noise, also without dropout")
                 check(found, logps, "the reference is not the policy before the first step")
 
 

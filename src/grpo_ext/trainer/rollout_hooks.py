@@ -99,9 +99,10 @@ class RolloutHooks(Lifecycle):
             rows = self.train_dataset, self.reward_func_names, self.num_generations
             dynamic = DynamicSampler(args, *rows, stateful=stateful, accelerator=self.accelerator)
         policy = self.vllm_generation if args.use_vllm else transformers_sampler(self, args)
-        silent = partial(self._advantages.silent_groups, weights=self.reward_weights, group=self.num_generations)
+        weighed = {"weights": self.reward_weights, "group": self.num_generations}
+        zero_advantages = partial(self._advantages.zero_advantage_groups, **weighed)
         shared = self, self._log, self._times
-        self.collector = Collector(*shared, policy, engine, rewards, dynamic, silent, worker)
+        self.collector = Collector(*shared, policy, engine, rewards, dynamic, zero_advantages, worker)
         if self.rollout_func is not None:
             self.rollout_func = completed(self.rollout_func, self.collector.worker.ends, tokenizer.eos_token_id)
         self.vllm_importance_sampling_correction = bool(args.sampler_rules)

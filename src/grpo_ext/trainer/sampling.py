@@ -39,8 +39,8 @@ def correct_sampler(
 
     def gather(values: Tensor) -> Tensor:
         padded = accelerator.pad_across_processes(values, dim=0, pad_index=-1)
-        together = accelerator.gather(padded)
-        return together[together >= 0]
+        gathered = accelerator.gather(padded)
+        return gathered[gathered >= 0]
 
     found = corrected(rules, policy_logps, sampler_logps, mask, gather)
     for name, value in weight_figures(found, mask, accelerator).items():

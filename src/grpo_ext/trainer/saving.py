@@ -329,8 +329,8 @@ class Saving(GRPOTrainer):
         self._writer.attempt(super()._save_rng_state, output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        together = self._writer.is_aside and (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        if not (together and self._writer.failed_anywhere()):
+        collective = self._writer.is_aside and (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if not (collective and self._writer.failed_anywhere()):
             self._writer.attempt(super()._save_optimizer_and_scheduler, output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -27,7 +27,7 @@ from grpo_ext.rollout.process.memory_file import load
 from grpo_ext.rollout.process.messages import Failure, Machine, ModelSpec, SampleRequest, Start
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
-from grpo_ext.rollout.support_log import Drawn, SupportLog
+from grpo_ext.rollout.support_log import SamplerRecord, SupportLog
 
 ALIVE_SECONDS = 1.0
 
@@ -78,9 +78,9 @@ class Decoder:
         """Sample a completion after each context, as the trainer would in its own process."""
         settings, count = self.settings, len(request.contexts)
         ids, mask = padded(request.contexts, settings.pad, settings.multiple)
-        drawn = Drawn(log=SupportLog(count) if settings.keeps else None)
+        record = SamplerRecord(log=SupportLog(count) if settings.with_support else None)
         method = partial(
-            decode, drawn=drawn, uniforms=torch.from_numpy(request.uniforms), limits=torch.tensor(request.limits)
+            decode, record=record, uniforms=torch.from_numpy(request.uniforms), limits=torch.tensor(request.limits)
         )
         config = copy.deepcopy(settings.config)
         config.max_new_tokens = max(request.limits)
@@ -92,8 +92,8 @@ class Decoder:
             output = cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
         rows = zip(output[:, ids.shape[1] :].tolist(), request.limits, strict=True)
         found = [ended(row[:limit], settings.ends) for row, limit in rows]
-        kept: Sequence[Tensor | None] = drawn.kept(found) or [None] * count
-        of_rows = zip(found, drawn.logps[-1].tolist(), kept, strict=True)
+        supports: Sequence[Tensor | None] = record.supports(found) or [None] * count
+        of_rows = zip(found, record.logps[-1].tolist(), supports, strict=True)
         return [Sampled(row, its[: len(row)], sets) for row, its, sets in of_rows]
 
 

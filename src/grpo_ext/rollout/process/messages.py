@@ -36,7 +36,7 @@ class Decoding:
     pad: int
     multiple: int | None
     """Prompts are padded to a multiple of this number of tokens."""
-    keeps: bool
+    with_support: bool
     """Whether to return the sets that a truncated sampler drew from."""
 
 

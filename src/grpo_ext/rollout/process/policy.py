@@ -12,7 +12,7 @@ from trl.distributed import DistributedBackend
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.process_engine import samples_in_process
-from grpo_ext.config.truncation import scores_kept_sets
+from grpo_ext.config.truncation import scores_over_support
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.obstacles import Forward, Policy, causal_lm, obstacles
 from grpo_ext.rollout.process.messages import Decoding, Machine, ModelSpec, Start
@@ -113,7 +113,7 @@ def _start(trainer: GRPOTrainer, args: GRPOExtConfig, kind: type) -> Start:
         ends=frozenset(trainer.eos_token_ids),
         pad=cast(int, trainer.generation_config.pad_token_id),
         multiple=cast(int | None, trainer.pad_to_multiple_of),
-        keeps=scores_kept_sets(args),
+        with_support=scores_over_support(args),
     )
     return Start(spec, decoding, _machine(trainer, args.rollout_device))
 

@@ -21,7 +21,7 @@ from grpo_ext.rollout.process.memory_file import MemoryFile, read
 from grpo_ext.rollout.process.messages import Failure, SampleRequest, Start, Table
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
-from grpo_ext.rollout.seeds import drawn
+from grpo_ext.rollout.seeds import uniform_numbers
 from grpo_ext.waiting import Wait, WaitedInVain, shutdown
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class ProcessSampler:
         """
         if not contexts:
             return []
-        uniforms = drawn(streams, limits, len(contexts), max(limits))
+        uniforms = uniform_numbers(streams, limits, len(contexts), max(limits))
         request = SampleRequest(None, None, contexts, limits, uniforms)
         with self._one_at_a_time:
             try:

@@ -14,7 +14,7 @@ from typing import Any
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.config.truncation import scores_kept_sets
+from grpo_ext.config.truncation import scores_over_support
 from grpo_ext.config.vllm import whole_weights
 
 _VLLM_USERS = ("trl.generation", "trl.generation.vllm_client", "trl.generation.vllm_generation")
@@ -55,7 +55,7 @@ def with_our_generation(args: GRPOExtConfig) -> AbstractContextManager[None]:
         weight_transfer=args.vllm_weight_transfer,
         dtype=args.sampler_dtype,
         engine_kwargs=given_options(args),
-        with_support=scores_kept_sets(args),
+        with_support=scores_over_support(args),
         push=args.vllm_push,
         whole=whole_weights(args),
         ahead=args.rollout_ahead,

@@ -16,7 +16,7 @@ TREND = 5
 _FEW_CARRY, _OFTEN_CLIPPED = 0.3, 0.1
 """Effective share of completions below which, and clipped share above which, a batch is stale. The first does not show
 it without the second: a low share is frequent in sound runs too."""
-CUT, SILENT = "completions/clipped_ratio", "advantages/zero_variance_groups"
+CUT, ZERO_VARIANCE = "completions/clipped_ratio", "advantages/zero_variance_groups"
 _FEW = 5
 """Earlier rows that a comparison needs."""
 MANY = 20

@@ -3,7 +3,7 @@
 import math
 from statistics import fmean
 
-from grpo_ext.trainer.diagnosis.evidence import CUT, MANY, ROWS, SILENT, TREND, History, known_of, span
+from grpo_ext.trainer.diagnosis.evidence import CUT, MANY, ROWS, TREND, ZERO_VARIANCE, History, known_of, span
 
 _STILL = 1e-8
 """Relative change below which a step teaches nothing; a learning rate of 1e-7, the least of papers, moves by 2e-7."""
@@ -17,12 +17,12 @@ _CLIMBED, _ROOM = 0.5, 0.9
 
 def no_signal(history: History) -> str:
     """No group of the whole log has had an advantage; a share of one row is noise unless the log ends there."""
-    values = known_of(history.columns.get(SILENT, []))
+    values = known_of(history.columns.get(ZERO_VARIANCE, []))
     if not values or min(values) < 1 or len(values) < (1 if history.complete else TREND):
         return ""
     beside = ((name, known_of(history.columns.get(name, []))) for name in ("reward", "groups/all_wrong", CUT))
     beside_it = ", ".join(f"{name} {span(found)}" for name, found in beside if found)
-    return f"{SILENT} 1 in all {len(values)} logs; {beside_it}"
+    return f"{ZERO_VARIANCE} 1 in all {len(values)} logs; {beside_it}"
 
 
 def all_masked(history: History) -> str:
@@ -39,11 +39,11 @@ def no_weight_moves(history: History) -> str:
     """No weight has moved in the whole log, although each of the last steps had a gradient; a warm-up has its time."""
     name, rows = "weights/change", 2 if history.complete else ROWS
     changes, norms = known_of(history.columns.get(name, [])), history.last("grad_norm", rows)
-    rates, silent = history.last("learning_rate", rows), history.last(SILENT, rows)
+    rates, zero_variance = history.last("learning_rate", rows), history.last(ZERO_VARIANCE, rows)
     if len(changes) < rows or max(changes) > _STILL or not norms or min(norms) == 0:
         return ""
     warms_up = bool(rates) and rates[-1] > rates[0] and not (history.complete and len(changes) >= TREND)
-    if warms_up or (silent and max(silent) == 1):
+    if warms_up or (zero_variance and max(zero_variance) == 1):
         return ""
     return f"{name} {span(changes)} in all {len(changes)} logs, grad_norm {span(norms)}, learning_rate {span(rates)}"
 
@@ -51,18 +51,19 @@ def no_weight_moves(history: History) -> str:
 def collapsed(history: History) -> str:
     """Find a policy that is worse than at the start and cannot learn: sure of one completion, or without a signal."""
     now, entropies = history.last("reward", ROWS), known_of(history.columns.get("entropy", [])[-ROWS:])
-    rewards, silent, moves = (known_of(history.columns.get(n, [])) for n in ("reward", SILENT, "weights/change"))
+    named = ("reward", ZERO_VARIANCE, "weights/change")
+    rewards, zero_variance, moves = (known_of(history.columns.get(name, [])) for name in named)
     if not now or max(now) >= rewards[0]:
         return ""
     start = f"reward {span(now)}, {rewards[0]:.3g} in the first log"
     if entropies and max(entropies) <= _CERTAIN:
         return f"entropy {span(entropies)} in {ROWS} logs; {start}"
-    lost = next((at for at, value in enumerate(reversed(silent)) if value < 1), 0)
+    lost = next((at for at, value in enumerate(reversed(zero_variance)) if value < 1), 0)
     texts = history.last("groups/distinct", MANY)  # without a gradient no entropy is logged
     if lost >= MANY and texts and max(texts) == min(texts) <= 0.5:
-        return f"groups/distinct {span(texts)} and {SILENT} 1 in the last {lost} logs; {start}"
+        return f"groups/distinct {span(texts)} and {ZERO_VARIANCE} 1 in the last {lost} logs; {start}"
     far = max(moves, default=0.0) > _FAR and lost >= max(ROWS if history.complete else TREND, history.rows / 2)
-    return f"weights/change up to {max(moves):.3g}, {SILENT} 1 in the last {lost} logs; {start}" if far else ""
+    return f"weights/change up to {max(moves):.3g}, {ZERO_VARIANCE} 1 in the last {lost} logs; {start}" if far else ""
 
 
 def not_held_out(history: History) -> str:

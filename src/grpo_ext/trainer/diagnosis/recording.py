@@ -60,7 +60,7 @@ FIGURES: dict[str, str] = {
 
 ROWS = "recorded"
 """Key of the record of each row: [rows, figures, 1], a shape that is not mistaken for tokens."""
-DRAWN = "drawn_per_token_logps"
+SAMPLER_LOGPS = "sampler_per_token_logps"
 """Key of the sampler's log-probabilities that only a diagnosis may read: the loss must not build a mask from them."""
 THIRDS = ("first", "middle", "last")
 """Blocks of layers, as `grad_norm/layers_first`."""
@@ -69,6 +69,11 @@ _TINY = 1e-12
 
 
 # Tokens: the sampler and the policy.
+
+
+def _logps_before(inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return log-probabilities from before the generation's first step: the policy's and the sampler's."""
+    return inputs.get("old_per_token_logps"), inputs.get(SAMPLER_LOGPS, inputs.get("sampling_per_token_logps"))
 
 
 def token_figures(
@@ -83,7 +88,7 @@ def token_figures(
         computed: active tokens of rows that were computed.
     """
     figures = {"ratio/chi2": (log_ratio.detach().expm1().square(), mask)}
-    policy, sampler = inputs.get("old_per_token_logps"), inputs.get(DRAWN, inputs.get("sampling_per_token_logps"))
+    policy, sampler = _logps_before(inputs)
     if policy is None or sampler is None:
         return figures
     known = computed.bool() & ~sampler.isnan()
@@ -112,7 +117,7 @@ def log_weights(
     """
     computed = tensors["mask"].bool() if active is None else tensors["mask"].bool() & active[:, None]
     pairs = {"ratio/ess_completions": (tensors["per_token_logps"].detach(), tensors["old_per_token_logps"], computed)}
-    policy, sampler = inputs.get("old_per_token_logps"), inputs.get(DRAWN, inputs.get("sampling_per_token_logps"))
+    policy, sampler = _logps_before(inputs)
     if policy is not None and sampler is not None:
         pairs["sampling/ess_completions"] = policy, sampler, computed & ~sampler.isnan()
     found = {}

@@ -10,7 +10,7 @@ from transformers import TopPLogitsWarper as TopP
 from grpo_ext.packing import lm_head
 from grpo_ext.packing.lm_head import LabelledLogProbs
 from grpo_ext.packing.micro_batches import active_mask, regroup
-from grpo_ext.packing.sampling_support import KEPT, SamplingSupport, encoded
+from grpo_ext.packing.sampling_support import SUPPORTS, SamplingSupport, encoded
 from grpo_ext.rollout.support_log import SupportLog
 from support import tiny
 from support.float64 import float64_throughout
@@ -65,7 +65,7 @@ def score(tmp_path):
         trainer = build(model, tmp_path, temperature=TEMPERATURE, shared_prefix=sharing)
 
         def scored(ids, sets, **options):
-            further = {} if sets is None else {KEPT: sets}
+            further = {} if sets is None else {SUPPORTS: sets}
             return trainer._scorer.tokens(model, ids, torch.ones_like(ids), LENGTH, **options, **further)
 
         return scored
@@ -176,9 +176,9 @@ def test_sets_stay_with_their_rows_when_groups_are_put_together():
         "completion_ids": torch.tensor(lengths)[:, None].expand(4, 3),
         "completion_mask": mask.long(),
         "advantages": torch.ones(4),
-        KEPT: [encoded(torch.ones(n), torch.full((n,), row)) for row, n in enumerate(lengths)],
+        SUPPORTS: [encoded(torch.ones(n), torch.full((n,), row)) for row, n in enumerate(lengths)],
     }
     halves = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
     for part in regroup(halves, 2):
-        assert [int(sets[0]) for sets in part[KEPT]] == active_mask(part).sum(dim=1).tolist()
-        assert [int(sets[0]) for sets in part[KEPT]] == part["completion_ids"][:, 0].tolist()
+        assert [int(sets[0]) for sets in part[SUPPORTS]] == active_mask(part).sum(dim=1).tolist()
+        assert [int(sets[0]) for sets in part[SUPPORTS]] == part["completion_ids"][:, 0].tolist()
