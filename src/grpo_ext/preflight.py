@@ -78,15 +78,15 @@ def data_problems(run: Run) -> tuple[list[Problem], list[str]]:
             cure = "Set chat_template_kwargs in the recipe, for all rows."
             notes.append(str(Problem("column 'chat_template_kwargs'", ABSENT, "GRPO in TRL does not read it", cure)))
     for name, rows in run.data.named.items():
-        found, warnings = _prompt_problems(run, rows, name)
-        problems, notes = problems + found, notes + warnings
+        row_problems, warnings = _prompt_problems(run, rows, name)
+        problems, notes = problems + row_problems, notes + warnings
     problems += as_far_as_sound(ahead_problems(args, train))
     problems += as_far_as_sound(image_problems(args, image_columns(run.data.named)))
     every = (compatibility.dataset_problems(run.environments, rows) for rows in run.data.named.values())
-    problems += dict.fromkeys(problem for found in every for problem in found)
+    problems += dict.fromkeys(problem for row_problems in every for problem in row_problems)
     if getattr(train, "column_names", None):  # None for some streams
-        found, warnings = _reward_problems(run)
-        problems, notes = problems + found, notes + warnings
+        row_problems, warnings = _reward_problems(run)
+        problems, notes = problems + row_problems, notes + warnings
     if not problems and run.context is not None and args.max_completion_length:
         notes += map(str, _too_long(prompt_lengths(run), args.max_completion_length, run.context))
     return problems, notes
@@ -109,18 +109,18 @@ def _prompt_problems(run: Run, rows: object, name: str) -> tuple[list[Problem], 
 def _reward_problems(run: Run) -> tuple[list[Problem], list[str]]:
     """Return why no row can be scored, and warnings about rewards that cannot score some rows, or any."""
     problems, scoreless, notes = list[Problem](), list[Problem](), list[Problem]()
-    train, given = run.data.train, dict.fromkeys(run.data.train.column_names)
+    train, columns = run.data.train, dict.fromkeys(run.data.train.column_names)
     for spec in run.rewards:
         try:
             if not spec.is_model:
-                check_clash(spec, given)
+                check_clash(spec, columns)
         except ConfigError as error:
             problems += error.problems
-        found = [(problem, True) for problem in absences([spec], [*given, *([TRAJECTORY] if run.played else [])])]
-        found += unreadable([spec], train)
-        found += unseen_layout(spec, train, run.tokenizer, run.options)
-        notes += [problem for problem, _ in found]
-        scoreless += [problem for problem, of_all in found if of_all and spec.weight][:1]
+        gaps = [(problem, True) for problem in absences([spec], [*columns, *([TRAJECTORY] if run.played else [])])]
+        gaps += unreadable([spec], train)
+        gaps += unseen_layout(spec, train, run.tokenizer, run.options)
+        notes += [problem for problem, _ in gaps]
+        scoreless += [problem for problem, of_all in gaps if of_all and spec.weight][:1]
     for spec in run.functions:
         notes += [problem for problem, _ in unseen_layout(spec, train, run.tokenizer, run.options)]
     weighted = sum(spec.weight != 0 for spec in (*run.rewards, *run.functions))
@@ -147,12 +147,12 @@ _STANDARD_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_to
 
 def _unknown_options(template: str, options: Mapping[str, object]) -> Iterator[Problem]:
     try:
-        known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+        variables = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
     except TemplateError:  # tags that only transformers knows
         return
     for key, value in options.items():
-        if key not in known and key not in ("continue_final_message", "documents", "tools"):
-            others = sorted(known - _STANDARD_VARIABLES)
+        if key not in variables and key not in ("continue_final_message", "documents", "tools"):
+            others = sorted(variables - _STANDARD_VARIABLES)
             cure = did_you_mean(key, others) if others else "It has none: remove it."
             yield Problem(f"chat_template_kwargs.{key}", value, "the chat template has no such option", cure)
 

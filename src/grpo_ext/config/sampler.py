@@ -19,22 +19,22 @@ RULE = Spec.of(SamplerRule, example=EXAMPLE)
 MULTIPLIED = "this loss multiplies the weights of a completion's tokens, so a token's 0 would leave it out whole"
 
 
-def blocks_of(given: object) -> list[Any]:
+def blocks_of(correction: object) -> list[Any]:
     """Return the blocks of `sampler_correction`, which is one or a list of them."""
-    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    return list(correction) if isinstance(correction, list | tuple) else [] if correction is None else [correction]
 
 
 def _blocks(config: GRPOExtArguments) -> Iterator[Problem]:
-    given = config.sampler_correction
-    if isinstance(given, str):
+    correction = config.sampler_correction
+    if isinstance(correction, str):
         return  # another rule's: not a mapping
-    blocks = blocks_of(given)
-    if given is not None and not blocks:
+    blocks = blocks_of(correction)
+    if correction is not None and not blocks:
         cure = "Write a block, or vllm_importance_sampling_correction: false for no correction."
-        yield Problem(FIELD, given, "a list without a block", cure)
+        yield Problem(FIELD, correction, "a list without a block", cure)
     sound = []
     for i, block in enumerate(blocks):
-        place = f"{FIELD}[{i}]" if isinstance(given, list | tuple) else FIELD
+        place = f"{FIELD}[{i}]" if isinstance(correction, list | tuple) else FIELD
         problems = list(RULE.problems(place, block))
         yield from problems
         if not problems:
@@ -124,15 +124,15 @@ def _levels(config: GRPOExtArguments) -> Iterator[Problem]:
 
 def _once(config: GRPOExtArguments) -> Iterator[Problem]:
     """Refuse two settings for one matter."""
-    given, old = config.sampler_correction, config.old_logps
+    correction, old = config.sampler_correction, config.old_logps
     of_trl = {name: getattr(config, name) for name in TRL_NAMES if is_set(config, name)}
-    if given is not None and of_trl:
-        yield Problem(FIELD, given, "TRL's names set a correction too", "Keep one of them.", of_trl)
-    if given is not None and not config.vllm_importance_sampling_correction:
+    if correction is not None and of_trl:
+        yield Problem(FIELD, correction, "TRL's names set a correction too", "Keep one of them.", of_trl)
+    if correction is not None and not config.vllm_importance_sampling_correction:
         switch: dict[str, object] = {"vllm_importance_sampling_correction": False}
-        yield Problem(FIELD, given, "the correction is switched off", "Remove one of them.", switch)
-    if old != "recomputed" and (given is not None or of_trl):
-        beside = {FIELD: given} if given is not None else of_trl
+        yield Problem(FIELD, correction, "the correction is switched off", "Remove one of them.", switch)
+    if old != "recomputed" and (correction is not None or of_trl):
+        beside = {FIELD: correction} if correction is not None else of_trl
         own = "ratio is then the one" if old == "sampler" else "weights are then those of the ratio"
         reason = f"the loss's own {own} to the sampler, and a correction would count it twice"
         yield Problem("old_logps", old, reason, "Keep one of them.", beside)
@@ -156,7 +156,7 @@ def _bounds_of_trl(config: GRPOExtArguments) -> Iterator[Problem]:
     """Refuse TRL's bounds if they are reversed, or if a sampler that agrees with the policy is outside of them."""
     names = [f"vllm_importance_sampling_{name}" for name in ("clip_min", "cap", "clip_max")]
     low, *uppers = ((name, getattr(config, name)) for name in names)
-    name, high = next((given for given in uppers if given[1] is not None), uppers[-1])
+    name, high = next((upper for upper in uppers if upper[1] is not None), uppers[-1])
     if low[1] is not None and high is not None and low[1] >= high:
         yield Problem(*low, "the lower bound is not below the upper one", "Swap them.", {name: high})
     elif config.trl_sampler_mode and config.vllm_importance_sampling_correction:

@@ -89,8 +89,8 @@ def _meant_task(name: str) -> str:
     written, _, task = name.replace("-", "_").partition("/")
     family = "".join(get_close_matches(written, _FAMILIES, 1, 0.8))
     meant = f"{family}/{task or _FAMILIES.get(family, '')}"
-    known = meant in _TASKS or (meant.startswith(PROCEDURAL) and not tasks.task_problems(task, {}))
-    sure = written in _FAMILIES or (known and not local_files.is_path(name))
+    is_task = meant in _TASKS or (meant.startswith(PROCEDURAL) and not tasks.task_problems(task, {}))
+    sure = written in _FAMILIES or (is_task and not local_files.is_path(name))
     return meant if sure and not is_generated(name) else ""
 
 
@@ -98,26 +98,26 @@ def dataset_problems(
     config: DataConfig, dataset_name: str | None = None, *, dataset_config: str | None = None, streaming: bool = False
 ) -> list[Problem]:
     """Return what is wrong with the settings, as far as it shows without loading."""
-    found = value_problems(config)
+    problems = value_problems(config)
     if streaming and config.test_size is not None:
         cure = "Name a test split (dataset_test_split) or set dataset_streaming: false."
         beside = {"dataset_streaming": True}
-        found.append(Problem("test_size", config.test_size, "rows cannot be held out from a stream", cure, beside))
+        problems.append(Problem("test_size", config.test_size, "rows cannot be held out from a stream", cure, beside))
     if dataset_name is None:
-        return found + _unused_kwargs(config, "datasets")
+        return problems + _unused_kwargs(config, "datasets")
     if not isinstance(dataset_name, str) or not dataset_name:
-        return [*found, Problem("dataset_name", dataset_name, "must be a name or a path", "Write one.")]
+        return [*problems, Problem("dataset_name", dataset_name, "must be a name or a path", "Write one.")]
     if meant := _meant_task(dataset_name):
-        return [*found, Problem("dataset_name", dataset_name, "names no task", f"Write {meant}.")]
+        return [*problems, Problem("dataset_name", dataset_name, "names no task", f"Write {meant}.")]
     if is_generated(dataset_name):
-        return found + _procedural_problems(config, dataset_name, dataset_config, streaming)
-    found += _unused_kwargs(config, dataset_name)
+        return problems + _procedural_problems(config, dataset_name, dataset_config, streaming)
+    problems += _unused_kwargs(config, dataset_name)
     if local_files.is_path(dataset_name):
-        found += local_files.data_path_problems(dataset_name)
+        problems += local_files.data_path_problems(dataset_name)
         if dataset_config is not None and Path(dataset_name).expanduser().is_file():
             reason, cure = f"{dataset_name!r} is one file", "Unset dataset_config (--dataset_config null)."
-            found.append(Problem("dataset_config", dataset_config, reason, cure))
-    return found
+            problems.append(Problem("dataset_config", dataset_config, reason, cure))
+    return problems
 
 
 def is_generated(name: object) -> bool:
@@ -136,25 +136,27 @@ _TEXTS = ("system_prompt", "chat_template", "prompt_column", "answer_column")
 
 def value_problems(config: DataConfig) -> list[Problem]:
     """Return what is wrong with the settings independently of the dataset."""
-    found = [p for name, value in vars(config).items() for p in _SPEC.value_problems(name, name, value)]
-    wrong = {problem.field for problem in found}
+    problems = [p for name, value in vars(config).items() for p in _SPEC.value_problems(name, name, value)]
+    wrong = {problem.field for problem in problems}
     for name in _TEXTS:
         value = getattr(config, name)
         if isinstance(value, str) and not value.strip():
-            found.append(Problem(name, value, "must be text that is not empty", "Set it, or leave it unset."))
+            problems.append(Problem(name, value, "must be text that is not empty", "Set it, or leave it unset."))
     if (size := config.test_size) is not None and "test_size" not in wrong and not is_size(size):
         reason = "must be a fraction between 0 and 1, or a whole number of rows from 1 up"
-        found.append(Problem("test_size", size, reason, "Correct it, or leave it unset."))
+        problems.append(Problem("test_size", size, reason, "Correct it, or leave it unset."))
     low, high = config.min_pass_rate, config.max_pass_rate
     if not wrong and low is not None and high is not None and low > high:
-        found.append(Problem("min_pass_rate", low, "the range is empty", "Exchange the two.", {"max_pass_rate": high}))
+        problems.append(
+            Problem("min_pass_rate", low, "the range is empty", "Exchange the two.", {"max_pass_rate": high})
+        )
     if isinstance(config.chat_template, str) and config.chat_template.strip():
-        found += chat_template.template_problems(config.chat_template)
+        problems += chat_template.template_problems(config.chat_template)
     try:
         task_options(config)
     except DataError as error:
-        found += error.problems
-    return found
+        problems += error.problems
+    return problems
 
 
 def _unused_kwargs(config: DataConfig, name: str) -> list[Problem]:
@@ -168,24 +170,26 @@ def _procedural_problems(config: DataConfig, name: str, dataset_config: str | No
     columns = {key: getattr(config, key) for key in ("prompt_column", "answer_column", "answer_format")}
     if name.startswith(QUICKSTART) and name not in _TASKS:
         return [Problem("dataset_name", name, "the quickstart has no such task", did_you_mean(name, _TASKS))]
-    found = [
+    problems = [
         Problem(key, value, f"{name!r} makes its own columns prompt and solution", f"Unset {key}.")
         for key, value in {**columns, "dataset_config": dataset_config}.items()
         if value is not None
     ]
     if streaming:
-        found.append(Problem("dataset_streaming", True, f"{name!r} is made in memory", "Set it to false."))
+        problems.append(Problem("dataset_streaming", True, f"{name!r} is made in memory", "Set it to false."))
     if name.startswith(QUICKSTART) and config.test_size is not None:
-        found.append(Problem("test_size", config.test_size, f"{name!r} brings its own evaluation split", "Unset it."))
+        problems.append(
+            Problem("test_size", config.test_size, f"{name!r} brings its own evaluation split", "Unset it.")
+        )
     if name == GAME:
-        return found + _unused_kwargs(config, name)
+        return problems + _unused_kwargs(config, name)
     try:
-        given = task_options(config)
+        options = task_options(config)
     except DataError:  # `value_problems` reports it
-        return found
+        return problems
     if name.startswith(QUICKSTART):
-        return found + _quickstart_problems(given)
-    return found + tasks.task_problems(name.removeprefix(PROCEDURAL), given)
+        return problems + _quickstart_problems(options)
+    return problems + tasks.task_problems(name.removeprefix(PROCEDURAL), options)
 
 
 def split_problems(dataset_name: str, train_split: str, test_split: str) -> list[Problem]:
@@ -193,19 +197,19 @@ def split_problems(dataset_name: str, train_split: str, test_split: str) -> list
     if not is_generated(dataset_name):
         return []
     return [
-        Problem(key, given, f"{dataset_name!r} makes only {only!r}", f"Unset {key}; dataset_kwargs has the size.")
-        for key, given, only in (
+        Problem(key, split, f"{dataset_name!r} makes only {only!r}", f"Unset {key}; dataset_kwargs has the size.")
+        for key, split, only in (
             ("dataset_train_split", train_split, "train"),
             ("dataset_test_split", test_split, "test"),
         )
-        if given != only
+        if split != only
     ]
 
 
-def _quickstart_problems(given: dict[str, Any]) -> list[Problem]:
+def _quickstart_problems(options: dict[str, Any]) -> list[Problem]:
     from grpo_ext.quickstart.task import addition_pairs, load
 
-    pools = {"size": "train", "eval_size": "validation" if given.get("eval_split") == "validation" else "held_out"}
+    pools = {"size": "train", "eval_size": "validation" if options.get("eval_split") == "validation" else "held_out"}
     hints: dict[str, Any] = {
         name: Annotated[int, Within(least=1.0, most=float(len(addition_pairs(pool))))] | None
         for name, pool in pools.items()
@@ -213,7 +217,7 @@ def _quickstart_problems(given: dict[str, Any]) -> list[Problem]:
     hints |= {"eval_split": Literal["held_out", "validation"], "seed": NaturalNumber}
     defaults = option_defaults(load)
     spec = Spec({name: hints[name] for name in defaults}, defaults, owner="the quickstart")
-    return [*spec.problems("dataset_kwargs", given)]
+    return [*spec.problems("dataset_kwargs", options)]
 
 
 def task_options(config: DataConfig) -> dict[str, Any]:
@@ -222,12 +226,12 @@ def task_options(config: DataConfig) -> dict[str, Any]:
     Raises:
         DataError: it is neither.
     """
-    given = config.dataset_kwargs or {}
+    options = config.dataset_kwargs or {}
     cure = "Write {min_terms: 2} in a recipe, '{\"min_terms\": 2}' on the command line."
     try:
-        given = parse_json(given) if isinstance(given, str) else given
+        options = parse_json(options) if isinstance(options, str) else options
     except ValueError as error:
-        raise DataError([Problem("dataset_kwargs", given, f"not JSON ({error})", cure)]) from None
-    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
-        raise DataError([Problem("dataset_kwargs", given, "not a mapping from option to value", cure)])
-    return given
+        raise DataError([Problem("dataset_kwargs", options, f"not JSON ({error})", cure)]) from None
+    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        raise DataError([Problem("dataset_kwargs", options, "not a mapping from option to value", cure)])
+    return options

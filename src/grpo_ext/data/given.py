@@ -51,14 +51,14 @@ def given_data(train: Any, evaluation: Any, *, continued: bool = False) -> Data:
     return Data(train, evaluation, named, [*problems, *clashes])
 
 
-def _opened(given: Any, name: str, problems: list[Problem]) -> Any:
+def _opened(data: Any, name: str, problems: list[Problem]) -> Any:
     """Return a dataset, or several by name, with pictures where its columns of images hold paths or bytes.
 
     If the images cannot be read they stay as they are, and the problems are added to `problems`.
     """
-    if isinstance(given, Mapping):
-        return {key: _opened(value, f"{name}[{key!r}]", problems) for key, value in given.items()}
-    dataset = as_dataset(given, name)
+    if isinstance(data, Mapping):
+        return {key: _opened(value, f"{name}[{key!r}]", problems) for key, value in data.items()}
+    dataset = as_dataset(data, name)
     try:
         return as_read(with_opened_images(dataset, name))
     except DataError as error:
@@ -66,23 +66,23 @@ def _opened(given: Any, name: str, problems: list[Problem]) -> Any:
         return dataset
 
 
-def as_dataset(given: Any, name: str) -> Any:
-    """Return `given` as TRL takes it: None and datasets unchanged, else its rows, all read at once.
+def as_dataset(data: Any, name: str) -> Any:
+    """Return `data` as TRL takes it: None and datasets unchanged, else its rows, all read at once.
 
     Rows are mappings; a generator, or a function that returns one, is read to its end; a frame is pandas'.
 
     Raises:
         ConfigError: an entry is not a row, or a column mixes types.
     """
-    if given is None or isinstance(given, Dataset | IterableDataset):
-        return given
-    if hasattr(given, "to_dict") and hasattr(given, "columns"):
-        return _made(Dataset.from_pandas, name, given, preserve_index=False)
-    given = given() if callable(given) else given
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    if data is None or isinstance(data, Dataset | IterableDataset):
+        return data
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        return _made(Dataset.from_pandas, name, data, preserve_index=False)
+    data = data() if callable(data) else data
+    if isinstance(data, str) or not isinstance(data, Iterable):
         cure = "Give a Dataset, a list of rows, a frame or a generator."
-        raise ConfigError([Problem(name, ABSENT, f"{given!r:.60} is not a dataset", cure)])
-    rows = list(given)
+        raise ConfigError([Problem(name, ABSENT, f"{data!r:.60} is not a dataset", cure)])
+    rows = list(data)
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             error = RowError(f"{row!r:.60} does not map columns to values", "Write {'prompt': ..., 'solution': ...}.")
@@ -125,9 +125,9 @@ def prompt_problems(dataset: object, name: str, *, continued: bool = False) -> I
 
 def _renamed(columns: Iterable[str]) -> dict[str, str]:
     """Return new names for the columns from which a recipe would take prompts and answers."""
-    found = {}
+    names = {}
     for usual in (PROMPT_COLUMNS, ANSWER_COLUMNS):
         other = next((column for column in usual if column in columns), None)
         if other not in (None, usual[0]):
-            found[str(other)] = usual[0]
-    return found if "prompt" in found.values() else {}
+            names[str(other)] = usual[0]
+    return names if "prompt" in names.values() else {}

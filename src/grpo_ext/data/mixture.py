@@ -37,21 +37,21 @@ def check_mixture(mixture: DatasetMixtureConfig, config: DataConfig | None = Non
         DataError: every problem.
     """
     entries, size, streaming = mixture.datasets, mixture.test_split_size, {"streaming": True}
-    found = [problem for number, entry in enumerate(entries) for problem in _entry_problems(number, entry)]
-    found += _fraction_problems([entry.fraction for entry in entries], mixture.streaming)
-    found += [] if config is None else value_problems(config)
+    problems = [problem for number, entry in enumerate(entries) for problem in _entry_problems(number, entry)]
+    problems += _fraction_problems([entry.fraction for entry in entries], mixture.streaming)
+    problems += [] if config is None else value_problems(config)
     if config is not None and config.max_samples is not None and mixture.streaming and len(entries) > 1:
         reason = "streams have no lengths to take a share of, so the rows would all be the first dataset's"
         cure = "Set streaming: false, or remove max_samples."
-        found.append(Problem("max_samples", config.max_samples, reason, cure, streaming))
+        problems.append(Problem("max_samples", config.max_samples, reason, cure, streaming))
     if size is not None and mixture.streaming:
         reason = "rows cannot be held out from a stream"
-        found.append(Problem("test_split_size", size, reason, "Unset one of them.", streaming))
+        problems.append(Problem("test_split_size", size, reason, "Unset one of them.", streaming))
     if size is not None and not (isinstance(size, int | float) and is_size(size)):
         reason = "must be a fraction between 0 and 1, or a whole number of rows from 1 up"
-        found.append(Problem("test_split_size", size, reason, "Correct it, or leave it unset."))
-    if found:
-        raise DataError(found)
+        problems.append(Problem("test_split_size", size, reason, "Correct it, or leave it unset."))
+    if problems:
+        raise DataError(problems)
 
 
 def _entry_problems(number: int, entry: DatasetConfig) -> Iterator[Problem]:
@@ -60,8 +60,8 @@ def _entry_problems(number: int, entry: DatasetConfig) -> Iterator[Problem]:
         yield Problem(
             "datasets", entry.path, "a mixture cannot be given on the command line", "Write it in the recipe."
         )
-    elif found := [*DATASET_ENTRY.problems(place, vars(entry))]:
-        yield from found
+    elif problems := [*DATASET_ENTRY.problems(place, vars(entry))]:
+        yield from problems
     elif not entry.path or not entry.split or entry.columns == []:
         yield Problem(place, ABSENT, "path, split or columns is empty", f"Write {DATASET_ENTRY.example}.")
     elif _is_plain(entry) and local_files.is_path(entry.path):
@@ -69,11 +69,11 @@ def _entry_problems(number: int, entry: DatasetConfig) -> Iterator[Problem]:
 
 
 def _fraction_problems(fractions: list[float | None], streaming: bool) -> Iterator[Problem]:
-    given = [fraction for fraction in fractions if fraction is not None]
-    if given and streaming:
+    shares = [fraction for fraction in fractions if fraction is not None]
+    if shares and streaming:
         reason = "a stream has no length to take a share of"
-        yield Problem("fraction", given[0], reason, "Unset one of them.", {"streaming": True})
-    elif given and len(given) < len(fractions):
+        yield Problem("fraction", shares[0], reason, "Unset one of them.", {"streaming": True})
+    elif shares and len(shares) < len(fractions):
         field, reason = f"datasets[{fractions.index(None)}].fraction", "other datasets have one"
         yield Problem(field, None, reason, "Set it for every dataset or for none.")
 
@@ -103,13 +103,13 @@ def load_mixture(
         DataError: as `check_mixture`, or a dataset, a split or a column does not exist, or the datasets do not fit.
     """
     check_mixture(mixture, config)
-    parts, found = [], list[Problem]()
+    parts, problems = [], list[Problem]()
     for number, entry in enumerate(mixture.datasets):
-        with collecting(found):
+        with collecting(problems):
             parts.append(_load_entry(number, entry, config, mixture.streaming))
     parts = _with_one_name(parts, config)
-    if found := found or list(_differences(mixture.datasets, parts, config)):
-        raise DataError(found)
+    if problems := problems or list(_differences(mixture.datasets, parts, config)):
+        raise DataError(problems)
     fractions = [entry.fraction for entry in mixture.datasets if entry.fraction is not None]
     if fractions:
         total = sum(fractions)
@@ -214,8 +214,8 @@ def _differences(entries: list[DatasetConfig], parts: list[Any], config: DataCon
     first: dict[str, tuple[Any, str]] = {}
     for entry, part in zip(entries, parts, strict=True):
         for column, feature in (part.features or {}).items():
-            known, path = first.setdefault(column, (feature, entry.path))
-            if {getattr(known, "dtype", ""), getattr(feature, "dtype", "")} == {"string", "int64"}:
+            first_feature, path = first.setdefault(column, (feature, entry.path))
+            if {getattr(first_feature, "dtype", ""), getattr(feature, "dtype", "")} == {"string", "int64"}:
                 reason = f"column {column!r} holds text in one of {path} and {entry.path}, numbers in the other"
                 yield Problem("datasets", ABSENT, reason, "Write the numbers in quotes, as text.")
 
@@ -248,10 +248,10 @@ def _is_plain(entry: DatasetConfig) -> bool:
 
 def _named_files(entry: DatasetConfig) -> list[Path]:
     """Return the local files of the split that `data_files` names for a builder such as `json`, if all exist."""
-    given: Any = entry.data_files
-    if entry.path not in local_files.BUILDERS.values() or entry.data_dir is not None or not given:
+    names: Any = entry.data_files
+    if entry.path not in local_files.BUILDERS.values() or entry.data_dir is not None or not names:
         return []
-    given = given.get(entry.split, []) if isinstance(given, dict) else given
-    files = [Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
+    names = names.get(entry.split, []) if isinstance(names, dict) else names
+    files = [Path(name).expanduser() for name in ([names] if isinstance(names, str) else names)]
     fits = all(file.is_file() and local_files.BUILDERS.get(file.suffix) == entry.path for file in files)
     return files if fits else []

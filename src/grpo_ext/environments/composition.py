@@ -128,11 +128,11 @@ def parse_environments(
     specs: list[EnvironmentSpec] = []
     problems: list[Problem] = []
     for index, entry in enumerate(entries):
-        found = entry if isinstance(entry, EnvironmentSpec) else _parse_entry(f"environments[{index}]", entry, folder)
-        if isinstance(found, EnvironmentSpec):
-            specs.append(found)
+        parsed = entry if isinstance(entry, EnvironmentSpec) else _parse_entry(f"environments[{index}]", entry, folder)
+        if isinstance(parsed, EnvironmentSpec):
+            specs.append(parsed)
         else:
-            problems += found
+            problems += parsed
     for name, count in Counter(spec.name for spec in specs).items():
         if count > 1:
             cure = "Give each its own name, and its class as path."
@@ -147,10 +147,10 @@ def _parse_entry(place: str, entry: str | type | FunctionType | Mapping[str, Any
     problems = list(_ENTRY.problems(place, entry))
     if not isinstance(entry, Mapping) or any(p.field in (f"{place}.name", f"{place}.path") for p in problems):
         return problems
-    kwargs = given if isinstance(given := entry.get("kwargs"), Mapping) else {}
-    tools = given if isinstance(given := entry.get("tools"), list | tuple) else ()
-    functions, found = _functions(f"{place}.tools", tools, folder)
-    problems += found
+    kwargs = value if isinstance(value := entry.get("kwargs"), Mapping) else {}
+    tools = value if isinstance(value := entry.get("tools"), list | tuple) else ()
+    functions, function_problems = _functions(f"{place}.tools", tools, folder)
+    problems += function_problems
     environment, target, named, unknown = _target(place, entry, folder)
     key = "path" if "path" in entry else "name"
     if twice := sorted(named.keys() & kwargs.keys()):
@@ -214,10 +214,10 @@ def _functions(place: str, tools: Sequence[Any], folder: Path | None) -> tuple[l
     problems = []
     for tool in tools:
         try:
-            found = located(tool, folder) if isinstance(tool, str) else tool
-            if not callable(import_path(found) if isinstance(found, str) else found):
+            function = located(tool, folder) if isinstance(tool, str) else tool
+            if not callable(import_path(function) if isinstance(function, str) else function):
                 raise UnknownNameError("not a function", "Name one.")
-            functions.append(found)
+            functions.append(function)
         except UnknownNameError as error:
             problems.append(Problem(place, tool, error.reason, error.cure))
     return functions, problems
@@ -227,28 +227,28 @@ def _target(
     place: str, entry: Mapping[str, Any], folder: Path | None
 ) -> tuple[Any, type | None, dict[str, Any], list[Problem]]:
     """Return name or path of the class, the class, the options that its name sets, and the problem if there is one."""
-    given, key = (entry[key], key) if (key := "path") in entry else (entry.get("name"), "name")
-    if given is None or (key == "name" and entry.get("tools") and given not in environments):
+    source, key = (entry[key], key) if (key := "path") in entry else (entry.get("name"), "name")
+    if source is None or (key == "name" and entry.get("tools") and source not in environments):
         cure = "Set name or path, or tools."
         return None, None, {}, [] if entry.get("tools") else [Problem(place, entry, "names no environment", cure)]
-    if isinstance(given, type):
-        return given, given, {}, []
-    if inspect.isfunction(given):
-        return (made := environments[FUNCTION]), made, {"function": given}, []
+    if isinstance(source, type):
+        return source, source, {}, []
+    if inspect.isfunction(source):
+        return (wrapper := environments[FUNCTION]), wrapper, {"function": source}, []
     for prefix, (path, option) in ADAPTERS.items():
-        if given.startswith(prefix):
-            return path, environments[path], {option: given.removeprefix(prefix)}, []
+        if source.startswith(prefix):
+            return path, environments[path], {option: source.removeprefix(prefix)}, []
     try:
-        path = given if given in environments else located(given, folder)
+        path = source if source in environments else located(source, folder)
         target = environments[path]
     except UnknownNameError as error:
         cure = f"{error.cure} The path of your own environment is './file.py:Class'."
-        return given, None, {}, [Problem(f"{place}.{key}", given, error.reason, cure)]
+        return source, None, {}, [Problem(f"{place}.{key}", source, error.reason, cure)]
     if inspect.isfunction(target):
         return FUNCTION, environments[FUNCTION], {"function": path}, []
     if not isinstance(target, type):
         reason = f"a {type(target).__name__}, neither a class nor a function"
-        return path, None, {}, [Problem(f"{place}.{key}", given, reason, "Name the class.")]
+        return path, None, {}, [Problem(f"{place}.{key}", source, reason, "Name the class.")]
     return path, target, {}, []
 
 
@@ -273,9 +273,9 @@ def _class_problems(
     try:
         signature.bind(**kwargs)
     except TypeError as error:
-        known = ", ".join(p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD) or "none"
+        names = ", ".join(p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD) or "none"
         reason = f"they do not make a {name} ({error})"
-        yield Problem(f"{place}.kwargs", dict(kwargs), reason, f"Its options: {known}.")
+        yield Problem(f"{place}.kwargs", dict(kwargs), reason, f"Its options: {names}.")
         return
     bounded = list(_bound_problems(f"{place}.kwargs", target, kwargs))
     yield from bounded

@@ -66,14 +66,14 @@ class Result:
         """
         try:
             plain = read_json(path)
-            figures = {source: _from_json(found) for source, found in plain["by_source"].items()}
+            figures = {source: _from_json(of_source) for source, of_source in plain["by_source"].items()}
             return cls(**{**plain, "figures": _from_json(plain["figures"]), "by_source": figures})
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a result of an evaluation ({error}). Evaluate again.") from None
 
 
-def _as_json(found: _Figures) -> dict[str, dict[str, float | None]]:
-    return {name: {k: None if math.isinf(v) else v for k, v in mean._asdict().items()} for name, mean in found.items()}
+def _as_json(means: _Figures) -> dict[str, dict[str, float | None]]:
+    return {name: {k: None if math.isinf(v) else v for k, v in mean._asdict().items()} for name, mean in means.items()}
 
 
 def _from_json(plain: Mapping[str, Mapping[str, Any]]) -> _Figures:
@@ -113,7 +113,7 @@ def per_prompt(chosen: EvalSet, samples: Sequence[Row]) -> list[Row]:
     groups: dict[int, list[Row]] = {}
     for sample in samples:
         groups.setdefault(sample["index"], []).append(sample)
-    found = []
+    rows = []
     for group in groups.values():
         right: dict[str, float] = {}
         shares: dict[str, float] = {}
@@ -128,8 +128,8 @@ def per_prompt(chosen: EvalSet, samples: Sequence[Row]) -> list[Row]:
                 shares |= named if first else {f"{judge}/{name}": share for name, share in named.items()}
                 if first and any(judged):
                     means["tokens_of_right"] = fmean(compress((sample["tokens"] for sample in group), judged))
-        found.append({"source": group[0].get(chosen.source_column), "right": right, "shares": shares, "means": means})
-    return found
+        rows.append({"source": group[0].get(chosen.source_column), "right": right, "shares": shares, "means": means})
+    return rows
 
 
 def _shares(chosen: EvalSet, group: Sequence[Row], right: Sequence[bool], *, votes: bool) -> dict[str, float]:
@@ -164,23 +164,23 @@ def _group_means(chosen: EvalSet, group: Sequence[Row]) -> dict[str, float]:
 
 def figures(prompts: Sequence[Row]) -> _Figures:
     """Return the means over prompts with their intervals."""
-    found = {}
+    means = {}
     for kind in ("shares", "means"):
         for name in dict.fromkeys(name for prompt in prompts for name in prompt[kind]):
             values = [prompt[kind][name] for prompt in prompts if name in prompt[kind]]
-            found[name] = (mean_of_shares if min(values) >= 0 and max(values) <= 1 else mean_of)(values)
-    return found
+            means[name] = (mean_of_shares if min(values) >= 0 and max(values) <= 1 else mean_of)(values)
+    return means
 
 
-def logged_figures(found: Result) -> dict[str, float]:
+def logged_figures(result: Result) -> dict[str, float]:
     """Return the figures as a tracker gets them, `eval_<set>/<figure>`, with both ends of the intervals of shares."""
     logs = {}
-    for name, mean in found.figures.items():
-        logs[f"eval_{found.set}/{name}"] = mean.mean
+    for name, mean in result.figures.items():
+        logs[f"eval_{result.set}/{name}"] = mean.mean
         if "@" in name:
-            logs |= {f"eval_{found.set}/{name}_low": mean.low, f"eval_{found.set}/{name}_high": mean.high}
-    for source, of_source in found.by_source.items():
-        logs |= {f"eval_{found.set}/{source}/{name}": mean.mean for name, mean in of_source.items() if "@" in name}
+            logs |= {f"eval_{result.set}/{name}_low": mean.low, f"eval_{result.set}/{name}_high": mean.high}
+    for source, of_source in result.by_source.items():
+        logs |= {f"eval_{result.set}/{source}/{name}": mean.mean for name, mean in of_source.items() if "@" in name}
     return logs
 
 
@@ -190,10 +190,12 @@ def table(results: Sequence[Result]) -> Table:
     prompts = max((mean.prompts for mean in first.figures.values()), default=0)
     table = Table(title=f"{first.set}: {prompts} prompts x {first.settings['samples']}", title_justify="left")
     table.add_column("figure")
-    for found in results:
-        table.add_column(found.model if found.step is None else f"{found.model}, step {found.step}", justify="right")
+    for result in results:
+        table.add_column(
+            result.model if result.step is None else f"{result.model}, step {result.step}", justify="right"
+        )
     for name in first.figures:
-        table.add_row(name, *(_cell(found.figures.get(name)) for found in results))
+        table.add_row(name, *(_cell(result.figures.get(name)) for result in results))
     for source, of_source in first.by_source.items():
         for name in (name for name in of_source if "@" in name):
             table.add_row(f"{source}: {name}", *(_cell(r.by_source.get(source, {}).get(name)) for r in results))
@@ -217,7 +219,7 @@ def differences(results: Sequence[Result]) -> list[str]:
     lines = []
     for other in others:
         for judge in first.right:
-            found = gain(first.right[judge], other.right[judge])
-            interval = f"{found.mean:+.3f}  ({found.low:+.3f} to {found.high:+.3f})"
-            lines.append(f"{other.model}, right by {judge}: {interval}, prompt by prompt over {found.prompts}")
+            difference = gain(first.right[judge], other.right[judge])
+            interval = f"{difference.mean:+.3f}  ({difference.low:+.3f} to {difference.high:+.3f})"
+            lines.append(f"{other.model}, right by {judge}: {interval}, prompt by prompt over {difference.prompts}")
     return lines

@@ -77,53 +77,53 @@ def parse_parts(values: Mapping[str, Any], args: Sequence[str], folder: Path | N
     unread: list[Problem] = []
     parts: list[Any] = []
     for part in PARTS:
-        given: dict[str, Any] | None = None
-        made = None
+        part_values: dict[str, Any] | None = None
+        parsed = None
         try:
-            given = _given(part, values, args, unread)
-            sound = given
+            part_values = _part_values(part, values, args, unread)
+            sound = part_values
             if part is not GRPOExtConfig:  # which checks its types itself
-                sound, wrong = sound_values(part, argparse.Namespace(**given), _ALSO)
+                sound, wrong = sound_values(part, argparse.Namespace(**part_values), _ALSO)
                 problems += wrong
-            made = part(**_with_whole_paths(sound, folder))
+            parsed = part(**_with_whole_paths(sound, folder))
         except ConfigError as error:
             problems += error.problems
         except OF_THE_OWNERS as error:
             written = object.__new__(part)
-            vars(written).update(given or {})
+            vars(written).update(part_values or {})
             problems.append(refusal(error, written))
-        parts.append(_refused(given) if part is GRPOExtConfig and made is None else made)
+        parts.append(_refused(part_values) if part is GRPOExtConfig and parsed is None else parsed)
     if (model := parts[PARTS.index(ModelConfig)]) and re.fullmatch(r"\w+", str(model.lora_target_modules or "")):
         # TRL unpacks a list of one name, and PEFT takes the name for a regular expression of whole paths
         model.lora_target_modules = [model.lora_target_modules]
     return Parts(problems, unread, *parts)
 
 
-def _given(part: Any, values: Mapping[str, Any], args: Sequence[str], unread: list[Problem]) -> dict[str, Any]:
+def _part_values(part: Any, values: Mapping[str, Any], args: Sequence[str], unread: list[Problem]) -> dict[str, Any]:
     """Return the values of a part's fields, with lists read and paths expanded."""
     parser, fields = RecipeParser(part), {f.name for f in dataclasses.fields(part)}
     parser.set_defaults_with_config(**{key: value for key, value in values.items() if key in fields})
-    given = vars(parser.parse_known_args(list(args))[0])
+    part_values = vars(parser.parse_known_args(list(args))[0])
     lists = {name for name, hint in typing.get_type_hints(part).items() if holds(list, hint)}
-    for key, value in given.items():
+    for key, value in part_values.items():
         is_word = key in lists and isinstance(value, str) and value.startswith("[")
-        given[key] = read_list(key, [value] if is_word else value, unread)
-    for key in given.keys() & PATHS:
-        unread += unknown(key, given[key])
-        given[key] = expand(key, given[key])
-    return given
+        part_values[key] = read_list(key, [value] if is_word else value, unread)
+    for key in part_values.keys() & PATHS:
+        unread += unknown(key, part_values[key])
+        part_values[key] = expand(key, part_values[key])
+    return part_values
 
 
-def _with_whole_paths(given: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+def _with_whole_paths(values: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     """Return values in which a function in a file is named by the whole path of the file."""
-    paths = {key: given[key] for key in given.keys() & FUNCTIONS if isinstance(given[key], str)}
-    return given | {key: located(path, folder) for key, path in paths.items()}
+    paths = {key: values[key] for key in values.keys() & FUNCTIONS if isinstance(values[key], str)}
+    return values | {key: located(path, folder) for key, path in paths.items()}
 
 
-def _refused(given: Mapping[str, Any] | None) -> GRPOExtConfig:
+def _refused(values: Mapping[str, Any] | None) -> GRPOExtConfig:
     """Return settings that are not sound as a whole; None: their command line could not be parsed."""
-    if given is not None:
-        return GRPOExtConfig.as_given(given)
+    if values is not None:
+        return GRPOExtConfig.as_given(values)
     return without(object.__new__(GRPOExtConfig), (f.name for f in dataclasses.fields(GRPOExtConfig)))
 
 
@@ -146,22 +146,22 @@ _ALL_KEYS = "`grpo-ext train --help-all` lists all keys, docs/migrating.md those
 
 def key_problems(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[Problem]:
     """Yield what is wrong with the keys of a recipe's values and its command line."""
-    known, written = all_keys(), flags(args)
+    keys, written = all_keys(), flags(args)
     options = RecipeParser(PARTS)._option_string_actions if written else {}
     for key in [*values, *(key for key in written if f"--{key}" not in options)]:
-        if key not in known:
-            reason, cure = _unknown(str(key), values.get(key), known)
+        if key not in keys:
+            reason, cure = _unknown(str(key), values.get(key), keys)
             yield Problem(str(key), values.get(key, ABSENT), reason, cure)
     yield from _stray_values(args)
     yield from _switched_off(values, args)
 
 
-def _unknown(key: str, value: object, known: Sequence[str]) -> tuple[str, str]:
+def _unknown(key: str, value: object, keys: Sequence[str]) -> tuple[str, str]:
     """Return why an unknown key is refused, and the cure."""
     reason = "no such key"
     if key == "env":  # `load_recipe` has removed it from the recipe's values
         return "it is a key of a recipe only", "Write it there, or export the variables before the start."
-    if key.removeprefix("no_") in known:
+    if key.removeprefix("no_") in keys:
         return f"{reason}, and it would be ignored", _negation(key.removeprefix("no_"))
     if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", key):
         return f"{reason}; it looks like an environment variable", f"Write env: {{{key}: ...}}."
@@ -169,10 +169,10 @@ def _unknown(key: str, value: object, known: Sequence[str]) -> tuple[str, str]:
         return REMOVED[key]
     if key in _USUAL:
         return reason, f"It is {_USUAL[key]} here. Write {_USUAL[key]}."
-    if isinstance(value, Mapping) and set(value) & set(known):
+    if isinstance(value, Mapping) and set(value) & set(keys):
         inside = ", ".join(map(str, value))
         return reason, f"A recipe is flat: write {inside} without {key} above."
-    hint = did_you_mean(key, known)
+    hint = did_you_mean(key, keys)
     return reason, hint if hint.startswith("Did") else _ALL_KEYS
 
 
@@ -203,15 +203,15 @@ def _negation(key: str) -> str:
 
 def _switched_off(values: Mapping[str, Any], args: Sequence[str]) -> Iterator[Problem]:
     """Yield `do_train` and `do_eval` that are set to false; as a default, false has no meaning."""
-    given = [name for name in ("do_train", "do_eval") if name in values or any(name in arg for arg in args)]
-    if not given:
+    names = [name for name in ("do_train", "do_eval") if name in values or any(name in arg for arg in args)]
+    if not names:
         return
     parser = RecipeParser(GRPOExtConfig)
-    parser.set_defaults(**{name: values[name] for name in (*given, "eval_strategy") if name in values})
+    parser.set_defaults(**{name: values[name] for name in (*names, "eval_strategy") if name in values})
     parsed, _ = parser.parse_known_args(list(args))
-    if "do_train" in given and parsed.do_train is False:
+    if "do_train" in names and parsed.do_train is False:
         cure = "Remove it; `grpo-ext check` checks a recipe without training."
         yield Problem("do_train", False, "a recipe is for training", cure)
-    if "do_eval" in given and parsed.do_eval is False and parsed.eval_strategy not in ("no", False, None):
+    if "do_eval" in names and parsed.do_eval is False and parsed.eval_strategy not in ("no", False, None):
         beside = {"eval_strategy": parsed.eval_strategy}
         yield Problem("do_eval", False, "it evaluates", "Set eval_strategy: 'no', or remove do_eval.", beside)

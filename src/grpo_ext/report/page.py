@@ -123,8 +123,8 @@ def _heads(runs: Sequence[RunFolder], first: str) -> list[str]:
 
 def _joined(by_run: Sequence[Mapping[str, str]]) -> _Rows:
     """Return a row per name, with the values of all runs."""
-    names = dict.fromkeys(name for found in by_run for name in found)
-    return [[name, *(found.get(name, "") for found in by_run)] for name in names]
+    names = dict.fromkeys(name for values in by_run for name in values)
+    return [[name, *(values.get(name, "") for values in by_run)] for name in names]
 
 
 def _prefix(run: RunFolder, runs: Sequence[RunFolder]) -> str:
@@ -141,16 +141,16 @@ def _notes(runs: Sequence[RunFolder]) -> Iterator[str]:
 def _answer(run: RunFolder) -> dict[str, str]:
     """Return how a run's figures changed, its problems, time and tokens."""
     changes = [*answer.held_out(run), *filter(None, [answer.in_training(run)])]
-    found = {change.name: f"{change.before} \u2192 {change.after}" for change in changes}
+    values = {change.name: f"{change.before} \u2192 {change.after}" for change in changes}
     problems = [f"{finding.rule.name} (step {finding.step})" for finding in run.findings]
-    return found | {"warnings of the diagnosis": ", ".join(problems) or "none"} | answer.spent(run)
+    return values | {"warnings of the diagnosis": ", ".join(problems) or "none"} | answer.spent(run)
 
 
 def _findings(runs: Sequence[RunFolder]) -> Iterator[list[str]]:
     for run in runs:
-        for found in run.findings:
-            since = f"{run.name}, step {found.step}" if len(runs) > 1 else f"step {found.step}"
-            yield [since, found.rule.name, found.evidence, f"{found.rule.meaning}. {found.rule.cure}"]
+        for finding in run.findings:
+            since = f"{run.name}, step {finding.step}" if len(runs) > 1 else f"step {finding.step}"
+            yield [since, finding.rule.name, finding.evidence, f"{finding.rule.meaning}. {finding.rule.cure}"]
 
 
 # Curves.
@@ -188,17 +188,21 @@ def _figure(curve: Curve, drawn: Mapping[str, Picture], names: Sequence[str]) ->
 
 
 def _ends(band: Band) -> str:
-    known = [(step, value) for step, value in zip(band.steps, band.mean, strict=True) if not math.isnan(value)]
-    (first, at_first), (last, at_last) = known[0], known[-1]
+    points = [(step, value) for step, value in zip(band.steps, band.mean, strict=True) if not math.isnan(value)]
+    (first, at_first), (last, at_last) = points[0], points[-1]
     return f"{at_first:.4g} at step {first:g}, {at_last:.4g} at step {last:g}"
 
 
 def _values(shown: Sequence[Curve], names: Sequence[str]) -> Iterator[list[str]]:
     for curve in shown:
         for place, band in curve.lines.items():
-            known = [value for value in band.mean if not math.isnan(value)]
+            means = [value for value in band.mean if not math.isnan(value)]
             name = [names[place]] if len(names) > 1 else []
-            yield [_clip(curve.name, 200), *name, *(f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))]
+            yield [
+                _clip(curve.name, 200),
+                *name,
+                *(f"{v:.4g}" for v in (means[0], means[-1], min(means), max(means))),
+            ]
 
 
 # Evaluations and completions.
@@ -206,28 +210,28 @@ def _values(shown: Sequence[Curve], names: Sequence[str]) -> Iterator[list[str]]
 
 def _evaluations(runs: Sequence[RunFolder]) -> Iterator[dict[str, Any]]:
     """Yield a table for each set: a row per figure, a column per model and step."""
-    results = [(run, found) for run in runs for found in sorted(run.evaluations, key=_order)]
-    for name in dict.fromkeys(found["set"] for _, found in results):
-        mine = [(run, found) for run, found in results if found["set"] == name]
+    results = [(run, result) for run in runs for result in sorted(run.evaluations, key=_order)]
+    for name in dict.fromkeys(result["set"] for _, result in results):
+        mine = [(run, result) for run, result in results if result["set"] == name]
         shown = mine if len(mine) <= _COLUMNS else [mine[0], *mine[1 - _COLUMNS :]]
-        figures = list(dict.fromkeys(figure for _, found in shown for figure in found["figures"]))[:60]
+        figures = list(dict.fromkeys(figure for _, result in shown for figure in result["figures"]))[:60]
         yield {
             "name": name,
-            "header": ["figure", *(_column(run, found, len(runs) > 1) for run, found in shown)],
-            "rows": [[_clip(f, 200), *(_cell(found["figures"].get(f)) for _, found in shown)] for f in figures],
+            "header": ["figure", *(_column(run, result, len(runs) > 1) for run, result in shown)],
+            "rows": [[_clip(f, 200), *(_cell(result["figures"].get(f)) for _, result in shown)] for f in figures],
             "shown": len(shown),
             "total": len(mine),
         }
 
 
-def _order(found: Mapping[str, Any]) -> tuple[float, str]:
-    step = found.get("step")
-    return (step if isinstance(step, int | float) else math.inf), found["file"]
+def _order(result: Mapping[str, Any]) -> tuple[float, str]:
+    step = result.get("step")
+    return (step if isinstance(step, int | float) else math.inf), result["file"]
 
 
-def _column(run: RunFolder, found: Mapping[str, Any], several: bool) -> str:
-    model = re.split(r"[/\\]", str(found.get("model") or ""))[-1] if found.get("step") is None else ""
-    when = f"step {found['step']}" if found.get("step") is not None else model or found["file"]
+def _column(run: RunFolder, result: Mapping[str, Any], several: bool) -> str:
+    model = re.split(r"[/\\]", str(result.get("model") or ""))[-1] if result.get("step") is None else ""
+    when = f"step {result['step']}" if result.get("step") is not None else model or result["file"]
     return f"{run.name}, {when}" if several else when
 
 

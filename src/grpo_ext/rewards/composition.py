@@ -62,8 +62,8 @@ class RewardSpec:
         """`independent`, or by default the registration's, unless an option hands the scoring to a user's function."""
         if self.independent is not None or not self.is_registered:
             return bool(self.independent)
-        given = any(self.kwargs.get(option) is not None for option in getattr(self.callable, "paths", ()))
-        return bool(rewards.traits(str(self.function)).independent) and not given
+        uses_function = any(self.kwargs.get(option) is not None for option in getattr(self.callable, "paths", ()))
+        return bool(rewards.traits(str(self.function)).independent) and not uses_function
 
     @property
     def callable(self) -> Reward:
@@ -108,9 +108,9 @@ def parse_rewards(
             specs.append(RewardSpec(_name_of(entry), entry))
             continue
         parsed = _Entry(f"reward_funcs[{index}]", {"name": entry} if isinstance(entry, str) else entry, folder)
-        found = list(parsed.problems())
-        problems += found
-        specs += [] if found else [parsed.spec()]
+        entry_problems = list(parsed.problems())
+        problems += entry_problems
+        specs += [] if entry_problems else [parsed.spec()]
     problems += _repeated_names(specs)
     if reward_weights is not None:
         weight_problems = list(_weight_problems(entries, reward_weights))
@@ -120,10 +120,10 @@ def parse_rewards(
     return specs, problems
 
 
-def _name_of(given: Reward) -> str:
+def _name_of(reward: Reward) -> str:
     """Return the name under which TRL logs a function, or a loaded model."""
-    path = getattr(getattr(given, "config", None), "_name_or_path", None)
-    return str(path).split("/")[-1] if path else callable_name(given)
+    path = getattr(getattr(reward, "config", None), "_name_or_path", None)
+    return str(path).split("/")[-1] if path else callable_name(reward)
 
 
 class _Entry:
@@ -135,8 +135,8 @@ class _Entry:
         folder: the recipe's folder.
     """
 
-    def __init__(self, place: str, given: Any, folder: Path | None) -> None:
-        self.place, self.given, self.folder = place, given, folder
+    def __init__(self, place: str, entry: Any, folder: Path | None) -> None:
+        self.place, self.entry, self.folder = place, entry, folder
         self.function: Any = None
         self.target: Reward | None = None
         self.kwargs: dict[str, Any] = {}
@@ -146,24 +146,24 @@ class _Entry:
         if _is_model(self.function):
             name = self.function.rstrip("/").split("/")[-1]
         else:
-            name = self.given["name"] if {"name", "func"} <= self.given.keys() else callable_name(self.target)
-        settings = {key: self.given[key] for key in _SETTINGS if self.given.get(key) is not None}
+            name = self.entry["name"] if {"name", "func"} <= self.entry.keys() else callable_name(self.target)
+        settings = {key: self.entry[key] for key in _SETTINGS if self.entry.get(key) is not None}
         settings |= {"clip": tuple(map(float, settings["clip"]))} if "clip" in settings else {}
-        weight = self.given.get("weight")
+        weight = self.entry.get("weight")
         return RewardSpec(name, self.function, 1.0 if weight is None else float(weight), self.kwargs, **settings)
 
     def problems(self) -> Iterator[Problem]:
         """Yield the problems of the entry, and find its function and options."""
-        if not isinstance(self.given, Mapping):
+        if not isinstance(self.entry, Mapping):
             reason, cure = "neither a name nor a mapping", f"Write a name, a path or {_ENTRY.example}."
-            yield Problem(self.place, self.given, reason, cure)
+            yield Problem(self.place, self.entry, reason, cure)
             return
-        function = self.function = self.given.get("func", self.given.get("name"))
+        function = self.function = self.entry.get("func", self.entry.get("name"))
         yield from self._key_problems()
-        name = self.given.get("name", callable_name(function) if callable(function) else function)
+        name = self.entry.get("name", callable_name(function) if callable(function) else function)
         if not ((callable(function) or isinstance(function, str)) and function and isinstance(name, str) and name):
             cure = "Give name (and func, if name is only the log name) as strings."
-            yield Problem(self.place, self.given, "it does not name a reward", cure)
+            yield Problem(self.place, self.entry, "it does not name a reward", cure)
         elif _is_model(function):
             yield from self._model_problems(name)
         else:
@@ -173,27 +173,27 @@ class _Entry:
         """Yield the problems of all keys, except for those of the function and its options."""
         own = isinstance(self.function, str) and self.function in rewards
         target = rewards[self.function] if own else self.function
-        known = (function_options(target) or {}) if callable(target) else {}
-        for key, value in self.given.items():
+        options = (function_options(target) or {}) if callable(target) else {}
+        for key, value in self.entry.items():
             if key in _ENTRY.hints:
                 yield from _ENTRY.value_problems(f"{self.place}.{key}", key, value)
-            elif key in known:
+            elif key in options:
                 cure = f"Write kwargs: {{{key}: {value!r}}}."
                 yield self._problem(key, value, "it is an option of the function", cure)
             else:
-                yield self._problem(str(key), value, "no such key", did_you_mean(str(key), [*_ENTRY.hints, *known]))
-        kwargs = self.given.get("kwargs")
-        self.kwargs = {key: value for key, value in self.given.items() if key in known and key not in _ENTRY.hints}
+                yield self._problem(str(key), value, "no such key", did_you_mean(str(key), [*_ENTRY.hints, *options]))
+        kwargs = self.entry.get("kwargs")
+        self.kwargs = {key: value for key, value in self.entry.items() if key in options and key not in _ENTRY.hints}
         self.kwargs |= kwargs if isinstance(kwargs, Mapping) else {}
-        for problem in schedule_problems(self.given.get("weight_schedule")):
+        for problem in schedule_problems(self.entry.get("weight_schedule")):
             yield replace(problem, field=f"{self.place}.{problem.field}")
-        if self.given.get("scale") == 0:
+        if self.entry.get("scale") == 0:
             yield Problem(f"{self.place}.scale", 0, "every value would be 0", "Give a factor, such as 0.1.")
 
     def _model_problems(self, name: str) -> Iterator[Problem]:
-        for key in (key for key in _SETTINGS if self.given.get(key) is not None):
+        for key in (key for key in _SETTINGS if self.entry.get(key) is not None):
             cure = "Use the reward reward_model for this setting."
-            yield self._problem(key, self.given[key], "TRL scores a reward model by itself", cure)
+            yield self._problem(key, self.entry[key], "TRL scores a reward model by itself", cure)
         if self.kwargs:
             yield self._problem("kwargs", self.kwargs, "TRL loads a reward model without options", "Remove kwargs.")
         if name != self.function:
@@ -221,15 +221,15 @@ class _Entry:
         yield from self._process_problems(target)
 
     def _option_problems(self, target: Reward) -> Iterator[Problem]:
-        known = function_options(target)
-        if known is None:
+        options = function_options(target)
+        if options is None:
             return
         name = self.function if isinstance(self.function, str) else callable_name(self.function)
         if all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(target).parameters.values()):
             reason = "the function does not take **kwargs, but TRL passes it every dataset column"
             yield self._problem("", name, reason, "Add **kwargs.")
-        defaults = {key: p.default for key, p in known.items() if p.default is not p.empty}
-        spec = Spec({key: _hint(target, key) for key in known}, defaults, owner=name)
+        defaults = {key: p.default for key, p in options.items() if p.default is not p.empty}
+        spec = Spec({key: _hint(target, key) for key in options}, defaults, owner=name)
         problems = list(spec.problems(f"{self.place}.kwargs", self.kwargs))
         yield from problems or self._value_problems(target)
 
@@ -249,7 +249,7 @@ class _Entry:
 
     def _process_problems(self, target: Reward) -> Iterator[Problem]:
         """Yield the problems of a timeout, or of isolation, of a function that is scored in this process."""
-        isolate, timeout = self.given.get("isolate"), self.given.get("timeout")
+        isolate, timeout = self.entry.get("isolate"), self.entry.get("timeout")
         if callable(self.function) and (isolate or timeout is not None):
             key, value = ("isolate", isolate) if isolate else ("timeout", timeout)
             cure = "Give its path, 'my_module:name'."

@@ -48,8 +48,8 @@ def _converted(output: dict, count: int, ends: Collection[int]) -> dict:
 def known_everywhere(trajectories: Sequence[Trajectory]) -> bool:
     """Return whether the samplers of all processes have reported all log-probabilities; collective."""
     mine = known(trajectories)
-    found = gather_object([mine]) if PartialState().num_processes > 1 else [mine]
-    return True in found and False not in found
+    by_process = gather_object([mine]) if PartialState().num_processes > 1 else [mine]
+    return True in by_process and False not in by_process
 
 
 def fill_empty(completion_ids: list[list[int]], logprobs: list | None, eos_token_id: int) -> None:
@@ -72,24 +72,24 @@ def check_logprobs(completion_ids: Sequence[Sequence] | None, logprobs: Sequence
     Raises:
         ValueError: the log-probabilities of a completion are not so; names the first such completion.
     """
-    for i, (ids, given) in enumerate(zip(completion_ids or (), logprobs or (), strict=False)):
-        if given is None:
+    for i, (ids, logps) in enumerate(zip(completion_ids or (), logprobs or (), strict=False)):
+        if logps is None:
             continue
-        nested = next((value for value in given if isinstance(value, Sequence) or getattr(value, "ndim", False)), None)
-        if len(given) != len(ids) or nested is not None:
-            found = f"{len(given)} values for {len(ids)} tokens" if nested is None else f"{nested!r} among them"
+        nested = next((value for value in logps if isinstance(value, Sequence) or getattr(value, "ndim", False)), None)
+        if len(logps) != len(ids) or nested is not None:
+            fault = f"{len(logps)} values for {len(ids)} tokens" if nested is None else f"{nested!r} among them"
             raise ValueError(
-                f"rollout_func: logprobs of completion {i} has {found}. Return one number (or None) for each token, "
+                f"rollout_func: logprobs of completion {i} has {fault}. Return one number (or None) for each token, "
                 "or logprobs: None."
             )
 
 
 def parents_of(trajectories: Sequence[Trajectory], width: int) -> Int[Tensor, "rows width"] | None:
     """Return the index of each token's parent, as in `Tree`; None if it always is the token before."""
-    found = torch.arange(-1, width - 1).repeat(len(trajectories), 1)
-    for row, trajectory in zip(found, trajectories, strict=True):
+    parents = torch.arange(-1, width - 1).repeat(len(trajectories), 1)
+    for row, trajectory in zip(parents, trajectories, strict=True):
         row[: len(trajectory.tree.parents)] = torch.tensor(trajectory.tree.parents, dtype=torch.long)
-    return found if (found != torch.arange(-1, width - 1)).any() else None
+    return parents if (parents != torch.arange(-1, width - 1)).any() else None
 
 
 def supports_of(trajectories: Sequence[Trajectory]) -> list[Int[Tensor, " numbers"]]:
@@ -97,7 +97,7 @@ def supports_of(trajectories: Sequence[Trajectory]) -> list[Int[Tensor, " number
 
     A token that was not sampled has the whole vocabulary. Each turn that sampled one has its support.
     """
-    found = []
+    supports = []
     for trajectory in trajectories:
         sampled = torch.tensor(trajectory.tree.turns) >= 0
         counts, of_turns, ids = torch.zeros(len(sampled), dtype=torch.int32), list[Tensor](), list[Tensor]()
@@ -108,8 +108,8 @@ def supports_of(trajectories: Sequence[Trajectory]) -> list[Int[Tensor, " number
             of_turns.append(pad(of_turn, (0, len(turn.sampled) - len(of_turn))))  # an empty completion was filled
             ids.append(its_ids)
         counts[sampled] = torch.cat([counts[:0], *of_turns])
-        found.append(encoded(counts, torch.cat([counts[:0], *ids])))
-    return found
+        supports.append(encoded(counts, torch.cat([counts[:0], *ids])))
+    return supports
 
 
 def turns_of_row(prompt_ids: list[int], completion_ids: list[int], turns: Sequence[Turn]) -> Trajectory:

@@ -56,20 +56,20 @@ def environment_reward(specs: Sequence[EnvironmentSpec]) -> list[Callable[..., l
     by_name = {spec.name: spec for spec in specs}
 
     def environment(trajectory: Sequence[Trajectory], **_: object) -> list[Any]:
-        paid = [None if made.lost else reward_of(made, by_name[made.environment]) for made in trajectory]
+        paid = [None if episode.lost else reward_of(episode, by_name[episode.environment]) for episode in trajectory]
         return [0.0 if reward is None else reward for reward in paid]  # those that are None: `EpisodeRunner.unscored`
 
     return [environment] if any_pays(specs) else []
 
 
-def reward_of(made: Trajectory, spec: EnvironmentSpec) -> list[float] | float | None:
+def reward_of(trajectory: Trajectory, spec: EnvironmentSpec) -> list[float] | float | None:
     """Return a trajectory's reward times the environment's weight; None where the environment has no reward.
 
     Where turns have rewards it is a number for each turn; the reward of the whole is added to the last.
     """
-    if not spec.owns_reward or ((spec.uses_tools or spec.is_agent) and made.reward is None):
+    if not spec.owns_reward or ((spec.uses_tools or spec.is_agent) and trajectory.reward is None):
         return None
-    whole, turns = made.reward or 0.0, [turn.reward for turn in made.turns]
+    whole, turns = trajectory.reward or 0.0, [turn.reward for turn in trajectory.turns]
     if all(reward is None for reward in turns):
         return spec.weight * whole
     each = [reward or 0.0 for reward in turns]
@@ -122,8 +122,8 @@ class EpisodeRunner:
         several = len(self.specs) > 1
         spec = self.specs[row[ENVIRONMENT_COLUMN]] if several else next(iter(self.specs.values()))
         left_out = (TRAJECTORY, ENVIRONMENT_COLUMN) if several else (TRAJECTORY,)
-        given = {name: value for name, value in row.items() if name not in left_out}
-        return Task(spec, given, without_gaps(row["prompt"]), self._tools[spec.name], seed)
+        columns = {name: value for name, value in row.items() if name not in left_out}
+        return Task(spec, columns, without_gaps(row["prompt"]), self._tools[spec.name], seed)
 
     def _parsed(self, ids: list[int], context: list[int], tools: list[dict] | None) -> Message:
         if tools and self._reader is not None:
@@ -135,59 +135,59 @@ class EpisodeRunner:
                 logger.debug("response", exc_info=True)
         return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
 
-    def columns(self, made: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    def columns(self, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
         """Return further columns of the table of completions."""
-        found: dict[str, list[Any]] = {
-            "turn_rewards": [[turn.reward for turn in trajectory.turns] for trajectory in made],
-            "failure": [trajectory.failure for trajectory in made],
+        columns: dict[str, list[Any]] = {
+            "turn_rewards": [[turn.reward for turn in trajectory.turns] for trajectory in trajectories],
+            "failure": [trajectory.failure for trajectory in trajectories],
         }
-        names = {"environment_name": [trajectory.environment for trajectory in made]}
+        names = {"environment_name": [trajectory.environment for trajectory in trajectories]}
         agents = any(spec.is_agent for spec in self.specs.values())
-        return found | (names if len(self.specs) > 1 else {}) | (of_agents(made) if agents else {})
+        return columns | (names if len(self.specs) > 1 else {}) | (of_agents(trajectories) if agents else {})
 
-    def paid(self, made: Trajectory, *, weighted: bool = True) -> float | None:
+    def paid(self, trajectory: Trajectory, *, weighted: bool = True) -> float | None:
         """Return the whole reward of a trajectory; None where it is lost, or its environment has none."""
-        spec = self.specs[made.environment]
-        paid = None if made.lost else reward_of(made, spec if weighted else replace(spec, weight=1.0))
+        spec = self.specs[trajectory.environment]
+        paid = None if trajectory.lost else reward_of(trajectory, spec if weighted else replace(spec, weight=1.0))
         return sum(paid) if isinstance(paid, list) else paid
 
-    def unscored(self, made: Sequence[Trajectory], functions: int) -> Tensor:
+    def unscored(self, trajectories: Sequence[Trajectory], functions: int) -> Tensor:
         """Rewards that stay None, [trajectories, functions]: all of a lost one, and the environment's if it has none.
 
         They are not None before: TRL would print the whole row, ids and all, for a row of None.
         """
-        found = torch.tensor([trajectory.lost for trajectory in made])[:, None].repeat(1, functions)
+        unscored = torch.tensor([trajectory.lost for trajectory in trajectories])[:, None].repeat(1, functions)
         if any_pays(self.specs.values()):  # the last function is `environment_reward`'s
-            found[:, -1] = torch.tensor([self.paid(trajectory) is None for trajectory in made])
-        return found
+            unscored[:, -1] = torch.tensor([self.paid(trajectory) is None for trajectory in trajectories])
+        return unscored
 
     def records(self, played: Episodes) -> list["Record"]:
         """Return what the figures need of the episodes of all processes; collective."""
         mine = [
             Record(
-                made.environment,
-                made.truncated,
-                made.failure,
-                made.lost,
-                self.paid(made),
-                made.status,
-                made.output[-_SHOWN:] if made.status else "",
+                trajectory.environment,
+                trajectory.truncated,
+                trajectory.failure,
+                trajectory.lost,
+                self.paid(trajectory),
+                trajectory.status,
+                trajectory.output[-_SHOWN:] if trajectory.status else "",
                 vars(took),
             )
-            for made, took in played
+            for trajectory, took in played
         ]
         return gather_object(mine)
 
     def figures(self, records: Sequence["Record"], *, warns: bool) -> dict[str, float]:
         """Return the figures of episodes by environment, and warn of failures on the process that `warns`."""
-        found: dict[str, float] = {}
+        named_figures: dict[str, float] = {}
         for name, spec in self.specs.items():
             episodes = [record for record in records if record.environment == name]
             if not episodes:
                 continue
             kinds = Counter(record.failure.partition(":")[0] for record in episodes if record.failure)
             figures = _figures(episodes, kinds)
-            found |= {f"environments/{name}/{key}": float(value) for key, value in figures.items()}
+            named_figures |= {f"environments/{name}/{key}": float(value) for key, value in figures.items()}
             if not warns:
                 continue
             if kinds:
@@ -200,7 +200,7 @@ class EpisodeRunner:
             if name not in self._exits_shown and any(record.status for record in episodes):
                 self._exits_shown.add(name)
                 logger.warning(_exits(name, episodes))
-        return found
+        return named_figures
 
     def note_losses(self, records: Sequence["Record"]) -> None:
         """Count generations of training in a row that lost every episode.

@@ -53,17 +53,17 @@ def settings_of(body: bytes) -> dict[str, Any]:
         Refused: it is not a JSON object, or a setting asks for what the policy's sampler cannot do.
     """
     try:
-        found = parse_json(body.decode(), VALUES)
+        parsed = parse_json(body.decode(), VALUES)
     except ValueError as error:
         raise Refused(f"the body is not JSON of at most {VALUES:,} values ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise Refused("the body is not a JSON object")
-    given = {name: value for name, value in found.items() if value is not None}
-    for name in (name for name, refuses in _REFUSED.items() if name in given and refuses(given[name])):
+    settings = {name: value for name, value in parsed.items() if value is not None}
+    for name in (name for name, refuses in _REFUSED.items() if name in settings and refuses(settings[name])):
         free = "the policy samples freely, as it is trained. Remove the setting."
         reason = "no response is stored. Send the whole conversation." if name in _NEEDS_STORE else free
-        raise Refused(f"{name}={json.dumps(given[name])[:100]} is not supported: {reason}", "unsupported_parameter")
-    return given
+        raise Refused(f"{name}={json.dumps(settings[name])[:100]} is not supported: {reason}", "unsupported_parameter")
+    return settings
 
 
 def parse(body: bytes) -> ChatRequest:
@@ -72,52 +72,52 @@ def parse(body: bytes) -> ChatRequest:
     Raises:
         Refused: it is malformed, or asks for what the policy's sampler cannot do.
     """
-    given = settings_of(body)
+    settings = settings_of(body)
     return request_of(
-        given,
-        given.get("messages"),
-        "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens",
-        choices=_count(given, "n", _MOST_CHOICES) or 1,
-        stop=stops_of(given.get("stop")),
-        logprobs=_flag(given, "logprobs"),
-        usage=isinstance(options := given.get("stream_options"), dict) and options.get("include_usage") is True,
+        settings,
+        settings.get("messages"),
+        "max_completion_tokens" if "max_completion_tokens" in settings else "max_tokens",
+        choices=_count(settings, "n", _MOST_CHOICES) or 1,
+        stop=stops_of(settings.get("stop")),
+        logprobs=_flag(settings, "logprobs"),
+        usage=isinstance(options := settings.get("stream_options"), dict) and options.get("include_usage") is True,
     )
 
 
-def request_of(given: Mapping[str, Any], messages: object, limit: str, **more: Any) -> ChatRequest:
+def request_of(settings: Mapping[str, Any], messages: object, limit: str, **more: Any) -> ChatRequest:
     """Return a request of any dialect, whose `messages` are those of a chat; `limit` names the most tokens.
 
     Raises:
         Refused: it is malformed.
     """
-    tools, left_out = _tools(given.get("tools"))
+    tools, left_out = _tools(settings.get("tools"))
     return ChatRequest(
         messages=_messages(messages),
-        tools=None if _kind(given.get("tool_choice")) == "none" else tools,
+        tools=None if _kind(settings.get("tool_choice")) == "none" else tools,
         left_out=left_out,
-        limit=_count(given, limit),
-        stream=_flag(given, "stream"),
-        model=_name(given),
-        sampling={name: given[name] for name in _SAMPLING if name in given},
+        limit=_count(settings, limit),
+        stream=_flag(settings, "stream"),
+        model=_name(settings),
+        sampling={name: settings[name] for name in _SAMPLING if name in settings},
         **more,
     )
 
 
-def _name(given: Mapping[str, Any]) -> str:
-    if not isinstance(name := given.get("model", "policy"), str) or len(name) > _LONGEST_NAME:
+def _name(settings: Mapping[str, Any]) -> str:
+    if not isinstance(name := settings.get("model", "policy"), str) or len(name) > _LONGEST_NAME:
         raise Refused(f"model={name!r:.100} is not a text of at most {_LONGEST_NAME} characters", "invalid_value")
     return name
 
 
-def _count(given: Mapping[str, Any], name: str, most: int = 2**31) -> int | None:
-    value = given.get(name)
+def _count(settings: Mapping[str, Any], name: str, most: int = 2**31) -> int | None:
+    value = settings.get(name)
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
         return value
     raise Refused(f"{name}={value!r:.100} is not a whole number from 1 to {most}", "invalid_value")
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    if not isinstance(value := given.get(name, False), bool):
+def _flag(settings: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(value := settings.get(name, False), bool):
         raise Refused(f"{name}={value!r:.100} is neither true nor false", "invalid_value")
     return value
 
@@ -142,17 +142,17 @@ def _tools(tools: object) -> tuple[list[dict[str, Any]] | None, tuple[str, ...]]
     tools = tools or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused("tools is not a list of tools", "invalid_value")
-    found = [_function(tool) for tool in tools if tool.get("type") == "function" or "input_schema" in tool]
+    functions = [_function(tool) for tool in tools if tool.get("type") == "function" or "input_schema" in tool]
     others = {str(tool.get("type")) for tool in tools if tool.get("type") != "function" and "input_schema" not in tool}
-    return found or None, tuple(sorted(others))
+    return functions or None, tuple(sorted(others))
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    given = tool.get("function", tool)
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(f"tools: {json.dumps(tool)[:100]} is not a function with a name", "invalid_value")
     named = {"name": "name", "description": "description", "parameters": "parameters", "input_schema": "parameters"}
-    return {"type": "function", "function": {named[key]: value for key, value in given.items() if key in named}}
+    return {"type": "function", "function": {named[key]: value for key, value in function.items() if key in named}}
 
 
 def _messages(messages: object) -> list[Message]:
@@ -163,30 +163,30 @@ def _messages(messages: object) -> list[Message]:
     return [_message(message, f"messages[{i}]", names) for i, message in enumerate(messages)]
 
 
-def _message(given: object, where: str, names: dict[str, str]) -> Message:
+def _message(message: object, where: str, names: dict[str, str]) -> Message:
     """Return a message; `names` maps the ids of calls to their tools, which a tool's message lacks."""
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(f"{where} has no role", "invalid_value")
-    role = _ROLES.get(given["role"], given["role"])
-    found: Message = {"role": role, "content": text_of(given.get("content"), where)}
-    if role == "tool" and (name := given.get("name") or names.get(str(given.get("tool_call_id")))):
-        found["name"] = str(name)
+    role = _ROLES.get(message["role"], message["role"])
+    chat_message: Message = {"role": role, "content": text_of(message.get("content"), where)}
+    if role == "tool" and (name := message.get("name") or names.get(str(message.get("tool_call_id")))):
+        chat_message["name"] = str(name)
     if role == "assistant":
-        if thinking := thinking_of(given):
-            found["reasoning_content"] = thinking
-        calls = given.get("tool_calls") or []
-        if not isinstance(calls, list) or given.get("function_call"):
+        if thinking := thinking_of(message):
+            chat_message["reasoning_content"] = thinking
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or message.get("function_call"):
             raise Refused(f"{where} has calls that are not a list tool_calls", "invalid_value")
         if calls:
-            found["tool_calls"] = [_call(call, where, names) for call in calls]
-    return found
+            chat_message["tool_calls"] = [_call(call, where, names) for call in calls]
+    return chat_message
 
 
-def _call(given: object, where: str, names: dict[str, str]) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(given, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+def _call(call: object, where: str, names: dict[str, str]) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(f"{where} has a call without a function", "invalid_value")
-    names[str(given.get("id"))] = function["name"]
+    names[str(call.get("id"))] = function["name"]
     return call_of(function["name"], function.get("arguments") or {})
 
 
@@ -234,14 +234,14 @@ def _head(request: ChatRequest, number: int, kind: str) -> dict[str, Any]:
 
 def message_of(reply: Reply, number: str) -> dict[str, Any]:
     """Return an answer as a message; `number` makes the ids of its calls."""
-    found: dict[str, Any] = {"content": reply.text or (None if reply.calls else "")}
+    message: dict[str, Any] = {"content": reply.text or (None if reply.calls else "")}
     if reply.thinking:
-        found["reasoning_content"] = reply.thinking
+        message["reasoning_content"] = reply.thinking
     if reply.calls:
         functions = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in reply.calls]
         called = [(f"call_{number}_{i}", function) for i, function in enumerate(functions)]
-        found["tool_calls"] = [{"id": name, "type": "function", "function": function} for name, function in called]
-    return found
+        message["tool_calls"] = [{"id": name, "type": "function", "function": function} for name, function in called]
+    return message
 
 
 def _logprobs(reply: Reply) -> dict[str, Any] | None:

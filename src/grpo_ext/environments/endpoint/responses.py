@@ -22,23 +22,23 @@ def parse(body: bytes) -> ChatRequest:
     Raises:
         Refused: it is malformed, or asks for what the policy's sampler cannot do.
     """
-    given = settings_of(body)
-    logprobs = "message.output_text.logprobs" in str(given.get("include"))
-    return request_of(given, _conversation(given), "max_output_tokens", logprobs=logprobs)
+    settings = settings_of(body)
+    logprobs = "message.output_text.logprobs" in str(settings.get("include"))
+    return request_of(settings, _conversation(settings), "max_output_tokens", logprobs=logprobs)
 
 
-def _conversation(given: Mapping[str, Any]) -> list[Message]:
+def _conversation(settings: Mapping[str, Any]) -> list[Message]:
     """Return instructions and input as messages of a chat."""
-    items = given.get("input")
+    items = settings.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list) or not items:
         raise Refused("input is missing or empty", "invalid_value")
-    found: list[Message] = []
-    if instructions := given.get("instructions"):
-        found.append({"role": "system", "content": instructions})
+    messages: list[Message] = []
+    if instructions := settings.get("instructions"):
+        messages.append({"role": "system", "content": instructions})
     for i, item in enumerate(items):
-        _add(found, item, f"input[{i}]")
-    return found
+        _add(messages, item, f"input[{i}]")
+    return messages
 
 
 def _add(messages: list[Message], item: object, where: str) -> None:
@@ -108,19 +108,19 @@ def events(request: ChatRequest, replies: Sequence[Reply], number: int) -> Itera
 
 def _items(reply: Reply, number: int) -> list[dict[str, Any]]:
     """Return thinking, text and calls of an answer. Clients that keep no thinking send back `encrypted_content`."""
-    message, found = message_of(reply, str(number)), list[dict[str, Any]]()
+    message, items = message_of(reply, str(number)), list[dict[str, Any]]()
     if thinking := message.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": thinking}]
-        found.append({"id": f"rs_{number}", "type": "reasoning", "summary": [], "content": content})
-        found[-1] |= {"encrypted_content": thinking, "status": "completed"}
+        items.append({"id": f"rs_{number}", "type": "reasoning", "summary": [], "content": content})
+        items[-1] |= {"encrypted_content": thinking, "status": "completed"}
     if (text := message["content"]) is not None:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs_of(reply)}
-        found.append({"id": f"msg_{number}", "type": "message", "role": "assistant", "content": [part]})
-        found[-1]["status"] = "incomplete" if reply.finish == "length" else "completed"
+        items.append({"id": f"msg_{number}", "type": "message", "role": "assistant", "content": [part]})
+        items[-1]["status"] = "incomplete" if reply.finish == "length" else "completed"
     for call in message.get("tool_calls", []):
         place = {"id": call["id"].replace("call", "fc", 1), "call_id": call["id"], "status": "completed"}
-        found.append({"type": "function_call", **place, **call["function"]})
-    return found
+        items.append({"type": "function_call", **place, **call["function"]})
+    return items
 
 
 def _steps(item: dict[str, Any], index: int) -> Iterator[tuple[str, dict[str, Any]]]:

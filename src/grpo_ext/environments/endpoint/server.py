@@ -120,7 +120,7 @@ class Endpoint:
         """Return the protocol of connections: so many at most, and none that stays without a key."""
         from uvicorn.protocols.http.h11_impl import H11Protocol  # httptools would read headers without end
 
-        known, most = self._known, _most_connections()
+        clients, most = self._known, _most_connections()
 
         class Protocol(H11Protocol):
             def connection_made(self, transport: Any) -> None:
@@ -131,11 +131,11 @@ class Endpoint:
                     self.loop.call_later(_STRANGE_SECONDS, self._look, transport)
 
             def connection_lost(self, exc: Exception | None) -> None:
-                known.pop(self.client, None)
+                clients.pop(self.client, None)
                 super().connection_lost(exc)
 
             def _look(self, transport: Any) -> None:
-                if self.client not in known:
+                if self.client not in clients:
                     transport.abort()
 
         return Protocol
@@ -160,12 +160,15 @@ class Endpoint:
         number = next(self._requests)
         try:
             line = self._line(request)
-            asked = dialect.parse(await _body(request))
+            chat = dialect.parse(await _body(request))
         except Refused as refused:
             return _json(dialect.error(refused), refused.status)
-        self._tell(asked)
-        answer, left = asyncio.ensure_future(self._replies(line, asked)), asyncio.ensure_future(request.receive())
-        silent = _SILENT_SECONDS if asked.stream else None
+        self._tell(chat)
+        answer, left = (
+            asyncio.ensure_future(self._replies(line, chat)),
+            asyncio.ensure_future(request.receive()),
+        )
+        silent = _SILENT_SECONDS if chat.stream else None
         await asyncio.wait([answer, left], timeout=silent, return_when=asyncio.FIRST_COMPLETED)
         if left.done() and not answer.done():
             answer.cancel()
@@ -174,13 +177,13 @@ class Endpoint:
         if not answer.done():
             from starlette.responses import StreamingResponse
 
-            written = partial(_streamed, dialect, asked, number=number)
+            written = partial(_streamed, dialect, chat, number=number)
             return StreamingResponse(_kept_alive(answer, written), media_type=_EVENTS)
         if isinstance(replies := answer.result(), Refused):
             return _json(dialect.error(replies), replies.status)
-        if asked.stream:  # all at once: the whole answer has been sampled
-            return _sent(_streamed(dialect, asked, replies, number), _EVENTS)
-        return _json(dialect.document(asked, replies, number))
+        if chat.stream:  # all at once: the whole answer has been sampled
+            return _sent(_streamed(dialect, chat, replies, number), _EVENTS)
+        return _json(dialect.document(chat, replies, number))
 
     async def _models(self, request: "Request") -> "Response":
         try:
@@ -193,9 +196,9 @@ class Endpoint:
     def _line(self, request: "Request") -> Line:
         """Return the line of a request with its key."""
         headers, number = request.headers, request.path_params["line"]
-        given = (headers.get("authorization", "").partition(" ")[2], headers.get("x-api-key", ""))
+        keys = (headers.get("authorization", "").partition(" ")[2], headers.get("x-api-key", ""))
         number = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
-        if not any(hmac.compare_digest(key.encode(), self._key(number).encode()) for key in given):
+        if not any(hmac.compare_digest(key.encode(), self._key(number).encode()) for key in keys):
             raise Refused("this is not the key of this episode", "invalid_api_key", 401)
         if (line := self._lines.get(number)) is None:
             raise _ended()
@@ -265,11 +268,11 @@ async def _kept_alive(
         answer.cancel()
 
 
-def _streamed(dialect: ModuleType, asked: ChatRequest, replies: list[Reply] | Refused, number: int) -> str:
+def _streamed(dialect: ModuleType, chat: ChatRequest, replies: list[Reply] | Refused, number: int) -> str:
     """Return answers or a refusal as server-sent events."""
     if isinstance(replies, Refused):
         return f"event: error\ndata: {json.dumps(dialect.error(replies))}\n\n"
-    return "".join(dialect.events(asked, replies, number))
+    return "".join(dialect.events(chat, replies, number))
 
 
 def _ended() -> Refused:
@@ -280,15 +283,15 @@ async def _body(request: "Request") -> bytes:
     """Return the body of a request."""
     from starlette.requests import ClientDisconnect
 
-    found = bytearray()
+    body = bytearray()
     try:
         async for chunk in request.stream():
-            found += chunk if len(found) <= LARGEST else b""  # read to the end, so that the agent can read the answer
+            body += chunk if len(body) <= LARGEST else b""  # read to the end, so that the agent can read the answer
     except ClientDisconnect:
         raise Refused("the agent has left", "disconnected", 499) from None
-    if len(found) > LARGEST:
+    if len(body) > LARGEST:
         raise Refused(f"the body has more than {LARGEST} bytes", "request_too_large", 413)
-    return bytes(found)
+    return bytes(body)
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> "Response":

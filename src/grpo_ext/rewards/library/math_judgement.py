@@ -57,13 +57,13 @@ def judge(
     if reference is None:
         return Judgement(None, "[unreadable]", "[not read]")
     expected = str(reference.value or reference.text)
-    found = find(answer_part(text), where)
-    if cut and (found is None or not found.marked):
+    marks = find(answer_part(text), where)
+    if cut and (marks is None or not marks.marked):
         return Judgement(None, expected, "[cut off]")
     question = question_of(prompt)
     try:
-        same = found is not None and any(_same_text(content, reference.text) for content in _only(found))
-        answer = _read(found, question, decimal_comma, reference) if found else None
+        same = marks is not None and any(_same_text(content, reference.text) for content in _only(marks))
+        answer = _read(marks, question, decimal_comma, reference) if marks else None
         shown = str(answer or (reference.text if same else NO_ANSWER))
         if reference.value is None or answer is None:
             return Judgement(1.0 if same else None if reference.value is None else 0.0, expected, shown)
@@ -76,29 +76,29 @@ def judge(
         return Judgement(0.0, expected, f"[{type(error).__name__}]")
 
 
-def _only(found: Found) -> tuple[str, ...]:
+def _only(marks: Found) -> tuple[str, ...]:
     """Return the one text that marks have, or the list that they form."""
-    return found.contents if len(found.contents) == 1 else (", ".join(found.contents),) * found.joined
+    return marks.contents if len(marks.contents) == 1 else (", ".join(marks.contents),) * marks.joined
 
 
 def _same_text(answer: str, reference: str) -> bool:
     return len(answer) <= 2 * len(reference) + 200 and tidy(answer) == tidy(reference) != ""
 
 
-def _read(found: Found, question: str, decimal_comma: bool, reference: Reference | None = None) -> MathValue | None:
+def _read(marks: Found, question: str, decimal_comma: bool, reference: Reference | None = None) -> MathValue | None:
     """Return the one value of all marks, or of the list that they form; None for several."""
-    contents = tuple(map(in_point_notation, found.contents)) if decimal_comma else found.contents
+    contents = tuple(map(in_point_notation, marks.contents)) if decimal_comma else marks.contents
     if reference and reference.value and "," in reference.value.formula:  # 2,1 is a list where the reference is one
         contents = tuple(_PAIR.sub(r"\1, \2", content) for content in contents)
     if len(contents) > _MOST_VALUES:
         return None
-    if not found.marked:
+    if not marks.marked:
         return stated(contents[0], question)
     values = [read(content, question) or closing(content, question) for content in contents]
     first = values[0] if values else None
     if first and all(value and (value == first or _alike(first, value)) for value in values[1:]):
         return first
-    return read(", ".join(contents), question) if found.joined and all(values) else None
+    return read(", ".join(contents), question) if marks.joined and all(values) else None
 
 
 def reference_of(gold: Any, decimal_comma: bool = False) -> Reference | None:
@@ -123,11 +123,11 @@ def reference_of(gold: Any, decimal_comma: bool = False) -> Reference | None:
 @lru_cache(maxsize=1024)  # the completions of a group share one
 def _reference(gold: str, decimal_comma: bool) -> Reference:
     part = answer_part(gold)
-    found = find(part)
-    if found is None or not found.marked:
-        found = Found((part.strip(),))
-    value = _read(found, "", decimal_comma)
-    return Reference(", ".join(found.contents), value if value and readable(value) else None)
+    marks = find(part)
+    if marks is None or not marks.marked:
+        marks = Found((part.strip(),))
+    value = _read(marks, "", decimal_comma)
+    return Reference(", ".join(marks.contents), value if value and readable(value) else None)
 
 
 def by_value(answers: Iterable[Hashable]) -> dict[Hashable, Hashable]:
@@ -137,7 +137,8 @@ def by_value(answers: Iterable[Hashable]) -> dict[Hashable, Hashable]:
     for answer in sorted(answers, key=str):
         value = read(str(answer))
         first[answer] = next(
-            (other for other, known in kept.items() if value and known and _alike(known, value)), answer
+            (other for other, twin in kept.items() if value and twin and _alike(twin, value)),
+            answer,
         )
         kept.setdefault(first[answer], value)
     return first

@@ -33,8 +33,8 @@ class Sound(str):
 
 def numbered(output_dir: Path, beyond: int = -1) -> list[Path]:
     """Return all `checkpoint-N` of a folder with N > `beyond`, newest first."""
-    found = {path: step_of(path) for path in output_dir.iterdir()} if output_dir.is_dir() else {}
-    steps = {path: step for path, step in found.items() if step is not None and step > beyond}
+    all_steps = {path: step_of(path) for path in output_dir.iterdir()} if output_dir.is_dir() else {}
+    steps = {path: step for path, step in all_steps.items() if step is not None and step > beyond}
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
@@ -47,11 +47,11 @@ def newest_sound(output_dir: Path) -> Sound | None:
     damaged: list[str] = []
     candidates = numbered(output_dir)
     for path in candidates:
-        if not (found := faults(path)):
+        if not (damage := faults(path)):
             for message in damaged:
                 logger.warning(f"{message} It is not used.")
             return Sound(path)
-        damaged.append(f"{path} is damaged: {_listed(found)}.")
+        damaged.append(f"{path} is damaged: {_listed(damage)}.")
     if not damaged:
         return None
     whole = [f"--resume_from_checkpoint {path} uses it without verification." for path in candidates if unsealed(path)]
@@ -66,13 +66,13 @@ def named(checkpoint: Path) -> Sound:
     Raises:
         ConfigError: no run can be resumed from it.
     """
-    found = faults(checkpoint)
-    if found == [UNSEALED] and not (found := _gaps(checkpoint)):
+    damage = faults(checkpoint)
+    if damage == [UNSEALED] and not (damage := _gaps(checkpoint)):
         logger.warning(f"{checkpoint} has no {MANIFEST}: whether its files are sound is unknown.")
-    if found:
+    if damage:
         inside = [path.name for path in numbered(checkpoint)]
         cure = f"It holds {', '.join(inside)}: name one of them." if inside else "Name another checkpoint, or 'last'."
-        reason = f"it is not a sound checkpoint: {_listed(found)}"
+        reason = f"it is not a sound checkpoint: {_listed(damage)}"
         raise ConfigError([Problem("resume_from_checkpoint", str(checkpoint), reason, cure)])
     return Sound(checkpoint)
 
@@ -104,16 +104,16 @@ def _gaps(checkpoint: Path, further: Mapping[str, Sequence[str]] = MappingProxyT
     step = recorded_step(checkpoint)
     if step is None:
         return [f"its {STATE} is missing or cannot be read"]
-    found = [] if step_of(checkpoint) in (None, step) else [f"its {STATE} is that of step {step}"]
+    gaps = [] if step_of(checkpoint) in (None, step) else [f"its {STATE} is that of step {step}"]
     patterns = {"random state": ("rng_*",), **further}
     if not any(path.is_dir() for path in checkpoint.iterdir()):  # else sharded by an engine
         patterns |= {"weights": WEIGHTS, "optimizer": ("optimizer.*",), "scheduler": ("scheduler.pt",)}
     for what, names in patterns.items():
         if not any(path.stat().st_size for name in names for path in checkpoint.glob(name)):
-            found.append(f"it has no {what}")
-    return found
+            gaps.append(f"it has no {what}")
+    return gaps
 
 
-def _listed(found: list[str]) -> str:
-    rest = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    return "; ".join(found[:5]) + rest
+def _listed(messages: list[str]) -> str:
+    rest = f" and {len(messages) - 5} more" if len(messages) > 5 else ""
+    return "; ".join(messages[:5]) + rest

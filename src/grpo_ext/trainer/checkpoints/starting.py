@@ -47,20 +47,20 @@ def beginning(args: GRPOExtConfig, here: Mapping[str, Any]) -> Beginning:
         ConfigError: the chosen checkpoint is damaged, or all are; it is of another run; some processes do not see it.
             Raised on all processes.
     """
-    found = agreed(lambda: _beginning(Path(args.output_dir or "."), args.resume_from_checkpoint, here))
-    if found.checkpoint is not None:
-        check_seen_by_all(Path(found.checkpoint), same=not args.save_on_each_node)
-    return found
+    begin = agreed(lambda: _beginning(Path(args.output_dir or "."), args.resume_from_checkpoint, here))
+    if begin.checkpoint is not None:
+        check_seen_by_all(Path(begin.checkpoint), same=not args.save_on_each_node)
+    return begin
 
 
-def _beginning(output_dir: Path, asked: object, here: Mapping[str, Any]) -> Beginning:
+def _beginning(output_dir: Path, resume_from: object, here: Mapping[str, Any]) -> Beginning:
     recover(output_dir)
-    before, wanted = noted(output_dir), requested(asked)
+    before, wanted = noted(output_dir), requested(resume_from)
     if wanted is None:
         return _continued(output_dir, here)
     if before is not None and before.asked == wanted:
         try:
-            return replace(_continued(output_dir, here), repeated=_repeated(output_dir, asked))
+            return replace(_continued(output_dir, here), repeated=_repeated(output_dir, resume_from))
         except ConfigError as error:  # a changed recipe or damaged checkpoints, which `never` cures
             if not before.afresh:
                 raise
@@ -84,12 +84,12 @@ def _newest(output_dir: Path) -> Sound | None:
     return named(Path(before.asked))
 
 
-def _checked(found: Beginning, here: Mapping[str, Any]) -> Beginning:
+def _checked(begin: Beginning, here: Mapping[str, Any]) -> Beginning:
     """Raise if a run with these settings cannot start there."""
-    if found.checkpoint is not None:
-        changes_since(found.checkpoint, here)
-        _check_length(Path(found.checkpoint), here["max_steps"])
-    return found
+    if begin.checkpoint is not None:
+        changes_since(begin.checkpoint, here)
+        _check_length(Path(begin.checkpoint), here["max_steps"])
+    return begin
 
 
 def _check_length(checkpoint: Path, max_steps: int) -> None:
@@ -102,9 +102,9 @@ def _check_length(checkpoint: Path, max_steps: int) -> None:
         raise ConfigError([Problem("max_steps", max_steps, f"{checkpoint} is already beyond it", cure)])
 
 
-def _repeated(output_dir: Path, asked: object) -> str:
+def _repeated(output_dir: Path, wanted: object) -> str:
     return (
-        f"--resume_from_checkpoint {asked} was carried out by an earlier command: the run resumes. To carry it out "
+        f"--resume_from_checkpoint {wanted} was carried out by an earlier command: the run resumes. To carry it out "
         f"again, delete {output_dir / REQUEST_FILE}."
     )
 
@@ -146,7 +146,7 @@ def _carried_out(output_dir: Path, request: Request) -> str | None:
 # Each start of the trainer.
 
 
-def start(args: GRPOExtConfig, asked: object, here: Mapping[str, Any]) -> str | None:
+def start(args: GRPOExtConfig, resume_from: object, here: Mapping[str, Any]) -> str | None:
     """Return the checkpoint that `trainer.train(resume_from_checkpoint=...)` resumes from.
 
     True means the newest checkpoint. A path, or None for the beginning, is gone back to at each call.
@@ -154,14 +154,14 @@ def start(args: GRPOExtConfig, asked: object, here: Mapping[str, Any]) -> str | 
     Raises:
         ConfigError: like `beginning`; also if True finds a folder without checkpoints.
     """
-    found = agreed(lambda: _start(Path(args.output_dir or "."), asked, here))
-    if found is not None:
-        check_seen_by_all(Path(found), same=not args.save_on_each_node)
-    return found
+    checkpoint = agreed(lambda: _start(Path(args.output_dir or "."), resume_from, here))
+    if checkpoint is not None:
+        check_seen_by_all(Path(checkpoint), same=not args.save_on_each_node)
+    return checkpoint
 
 
-def _start(output_dir: Path, asked: object, here: Mapping[str, Any]) -> str | None:
-    begin = Beginning(asked) if isinstance(asked, Sound) else _asked_by_a_script(output_dir, asked)
+def _start(output_dir: Path, resume_from: object, here: Mapping[str, Any]) -> str | None:
+    begin = Beginning(resume_from) if isinstance(resume_from, Sound) else _begin_for_script(output_dir, resume_from)
     since = None if begin.checkpoint is None else changes_since(begin.checkpoint, here)
     for sentence in since.sentences() if since is not None else ():
         logger.warning(sentence)
@@ -170,10 +170,10 @@ def _start(output_dir: Path, asked: object, here: Mapping[str, Any]) -> str | No
     return None if begin.checkpoint is None else str(begin.checkpoint)
 
 
-def _asked_by_a_script(output_dir: Path, asked: object) -> Beginning:
+def _begin_for_script(output_dir: Path, resume_from: object) -> Beginning:
     recover(output_dir)
-    wanted = requested(asked)
-    if asked is None or wanted == FRESH_START:
+    wanted = requested(resume_from)
+    if resume_from is None or wanted == FRESH_START:
         return _going_back(output_dir, FRESH_START) if numbered(output_dir) else Beginning()
     begin = Beginning(_newest(output_dir)) if wanted is None else _going_back(output_dir, wanted)
     if begin.checkpoint is None:

@@ -76,8 +76,8 @@ class History:
 
     def last(self, name: str, rows: int) -> list[float]:
         """Return the last values, or [] if one of them is missing."""
-        found = self.recent(name, rows)
-        return found if len(found) == rows else []
+        values = self.recent(name, rows)
+        return values if len(values) == rows else []
 
     def recent(self, name: str, rows: int) -> list[float]:
         """Return the values of the last rows that have one."""
@@ -85,21 +85,21 @@ class History:
 
     def known(self, name: str, rows: int) -> list[float]:
         """Return the last known values, from at most twice as many rows, or []."""
-        found = self.recent(name, 2 * rows)[-rows:]
-        return found if len(found) == rows else []
+        values = self.recent(name, 2 * rows)[-rows:]
+        return values if len(values) == rows else []
 
     def where(self, name: str) -> "History":
         """Return the rows in which a metric is known."""
-        found, column = History(), self.columns.get(name, [])
+        history, column = History(), self.columns.get(name, [])
         kept = [at for at, value in enumerate(column) if value is not None]
-        found.rows = len(kept)
-        found.columns = {other: [values[at] for at in kept] for other, values in self.columns.items()}
-        return found
+        history.rows = len(kept)
+        history.columns = {other: [values[at] for at in kept] for other, values in self.columns.items()}
+        return history
 
     def before(self, name: str, rows: int) -> list[float]:
         """Return the values before the last `rows`, or [] if too few are known."""
-        found = known_of(self.columns.get(name, [])[-rows - MANY : -rows])
-        return found if len(found) >= _FEW else []
+        values = known_of(self.columns.get(name, [])[-rows - MANY : -rows])
+        return values if len(values) >= _FEW else []
 
 
 Evidence = Callable[[History], str]
@@ -144,7 +144,7 @@ def stays_above(name: str, limit: float, rows: int = ROWS) -> Evidence:
 
 def any_reward(rule: Callable[[History, str], str]) -> Evidence:
     """Evidence of the first reward for which a rule finds some."""
-    return lambda history: next((found for name in history.rewards if (found := rule(history, name))), "")
+    return lambda history: next((evidence for name in history.rewards if (evidence := rule(history, name))), "")
 
 
 # Rows train with the advantages, rewards or masks of others.
@@ -216,7 +216,7 @@ def steps_too_large(history: History) -> str:
 
 def _harms(history: History) -> list[str]:
     """Return what the last steps have done to the reward and to the entropy."""
-    found = []
+    harms = []
     for name in ("reward", "entropy"):
         values = history.columns.get(name, [])
         after, earlier = history.last(name, 2), [v for v in values[:-ROWS] or values[:1] if v is not None]
@@ -225,8 +225,8 @@ def _harms(history: History) -> list[str]:
         now, usual = median(after), median(earlier)
         worse = now < min(min(earlier), usual - 0.1 * abs(usual))
         if worse if name == "reward" else not usual / 3 <= now <= usual * 3:
-            found.append(f"{name} {now:.3g}, {usual:.3g} before")
-    return found
+            harms.append(f"{name} {now:.3g}, {usual:.3g} before")
+    return harms
 
 
 # Rewards and environments.
@@ -246,7 +246,7 @@ def fails(history: History, name: str) -> str:
 def environment_fails(history: History) -> str:
     """Find an environment in which most episodes fail."""
     names = [name for name in history.columns if name.startswith("environments/") and name.endswith("/failed")]
-    return next((found for name in names if (found := stays_above(name, 0.5)(history))), "")
+    return next((evidence for name in names if (evidence := stays_above(name, 0.5)(history))), "")
 
 
 def sign(history: History, name: str) -> str:
