@@ -249,17 +249,17 @@ def redacted_text(text: str) -> str:
     )
 
 
-def _entry(found: re.Match[str], levels: int) -> str:
+def _entry(match: re.Match[str], levels: int) -> str:
     """Return a name with its value, or with *** for a secret; a word behind `token: ` may be prose.
 
     Values are read as names with values in turn, `levels` deep; what is deeper is not shown.
     """
-    name, quote = found["name"], found["quote"] or ""
-    before = f"{name}{found['between']}{quote}"
-    prose = found["word"] is not None and not found["word"].isdecimal() and not re.search("[_-]", name)
+    name, quote = match["name"], match["quote"] or ""
+    before = f"{name}{match['between']}{quote}"
+    prose = match["word"] is not None and not match["word"].isdecimal() and not re.search("[_-]", name)
     if not levels or (is_secret(name) and not prose):
         return f"{before}***{quote}"
-    value = found["text"] or found["inside"] or found["word"] or ""
+    value = match["text"] or match["inside"] or match["word"] or ""
     return f"{before}{_ENTRY.sub(partial(_entry, levels=levels - 1), value)}{quote}"
 
 
@@ -267,6 +267,6 @@ def _in_urls(text: str) -> str:
     return _URL.sub(_url, text) if "://" in text else text
 
 
-def _url(found: re.Match[str]) -> str:
-    without_user = re.sub(r"://[^/?#]*@", "://***@", found[0])
+def _url(match: re.Match[str]) -> str:
+    without_user = re.sub(r"://[^/?#]*@", "://***@", match[0])
     return re.sub(r"([?&;#][^=&;?#]+=)[^&;#)]+", r"\1***", without_user)

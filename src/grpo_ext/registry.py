@@ -23,15 +23,15 @@ imported: list[str] = []
 """Files and modules that `import_path` has imported."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a sentence with the closest known names, or with all of them if none is close and they are not `MANY`."""
-    known = sorted(known)
-    plain = {_plain(entry): entry for entry in known}
+    names = sorted(names)
+    plain = {_plain(entry): entry for entry in names}
     same = plain.get(_plain(name))
     close = [same] if same else [plain[c] for c in difflib.get_close_matches(_plain(name), plain, n=3, cutoff=0.6)]
     if close:
         return f"Did you mean {' or '.join(map(repr, close))}?"
-    return f"Known: {', '.join(known)}." if len(known) < MANY else f"None of the {len(known)} known names is like it."
+    return f"Known: {', '.join(names)}." if len(names) < MANY else f"None of the {len(names)} known names is like it."
 
 
 def _plain(name: str) -> str:
@@ -65,8 +65,8 @@ def _is_package(folder: Path) -> bool:
         return False
     if str(folder.parent) not in sys.path:
         sys.path.append(str(folder.parent))
-    found = importlib.util.find_spec(folder.name)
-    return found is not None and found.origin == str(folder / "__init__.py")
+    spec = importlib.util.find_spec(folder.name)
+    return spec is not None and spec.origin == str(folder / "__init__.py")
 
 
 def portable(path: str) -> str:
@@ -189,7 +189,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def traits(self, name: str) -> Any:
         """Return the traits of the entry of that name or path; the defaults if it is not registered."""
         entry = self[name]
-        named = (self._traits[other] for other, known in self._entries.items() if known is entry)
+        named = (self._traits[other] for other, other_entry in self._entries.items() if other_entry is entry)
         return next(named, self._described())
 
     def __getitem__(self, name: str) -> T:

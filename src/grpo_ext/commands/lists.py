@@ -13,31 +13,31 @@ from grpo_ext.rewards.signatures import function_options, needs
 T = TypeVar("T")
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print a list, or one packaged recipe.
 
     Raises:
         ConfigError: no recipe has the name.
     """
-    if asked.command == "recipes" and asked.name is not None:
-        print(find_recipe(asked.name).read_text(encoding="utf-8"), end="")
+    if options.command == "recipes" and options.name is not None:
+        print(find_recipe(options.name).read_text(encoding="utf-8"), end="")
     else:
-        {"recipes": _recipes, "losses": _losses, "rewards": _rewards}[asked.command]()
+        {"recipes": _recipes, "losses": _losses, "rewards": _rewards}[options.command]()
     return 0
 
 
 def by_entry(registry: Mapping[str, T]) -> list[tuple[list[str], T]]:
     """Return each entry of a registry once, with all of its names."""
-    found: dict[int, tuple[list[str], T]] = {}
+    by_id: dict[int, tuple[list[str], T]] = {}
     for name, entry in registry.items():
-        found.setdefault(id(entry), ([], entry))[0].append(name)
-    return list(found.values())
+        by_id.setdefault(id(entry), ([], entry))[0].append(name)
+    return list(by_id.values())
 
 
 def _recipes() -> None:
-    found = packaged_recipes()
-    width = max(map(len, found))
-    for name, path in found.items():
+    recipes = packaged_recipes()
+    width = max(map(len, recipes))
+    for name, path in recipes.items():
         print(f"{name:{width}}  {path.read_text().splitlines()[0].removeprefix('#').strip()}")
 
 

@@ -115,8 +115,8 @@ def as_json_row(example: Mapping[str, Any]) -> Row:
 def pass_rate(completions: Sequence[Row], by: str) -> float | None:
     """Return the mean of a reward over the completions of a prompt that it could score."""
     values = [row[f"rewards/{by}"] for row in completions]
-    known = [value for value in values if value == value]
-    return sum(known) / len(known) if known else None
+    scores = [value for value in values if value == value]
+    return sum(scores) / len(scores) if scores else None
 
 
 def prompt_row(row: Row, answer_format: str | None, rate: float | None) -> Row:
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError([Problem("--output", options.output, reason, "Name another file.")])
     batch = max(1, (recipe.training.generation_batch_size or 1) // processes // options.num)
     completions: list[Row] = []
-    asked: list[Row] = []
+    prompt_rows: list[Row] = []
     trainer = sampler(recipe, options.num, str(output.parent))
     data: Any = trainer.train_dataset
     try:
@@ -163,20 +163,20 @@ def run(options: argparse.Namespace) -> int:
         groups = tqdm(sample(trainer, options.num, batch), total=total, unit="prompt", disable=None)
         for row, group in zip(data, groups, strict=True):
             completions += group
-            asked.append(prompt_row(row, recipe.data.answer_format, pass_rate(group, by)))
+            prompt_rows.append(prompt_row(row, recipe.data.answer_format, pass_rate(group, by)))
     finally:
         trainer.close_rewards()
     write_completions(output, completions)
-    write_completions(prompts, asked)
-    print(f"{output}: {len(asked)} prompts x {options.num} completions with their rewards.")
-    _print_pass_rates(prompts, [row["pass_rate"] for row in asked if row["pass_rate"] is not None], by)
+    write_completions(prompts, prompt_rows)
+    print(f"{output}: {len(prompt_rows)} prompts x {options.num} completions with their rewards.")
+    _print_pass_rates(prompts, [row["pass_rate"] for row in prompt_rows if row["pass_rate"] is not None], by)
     return 0
 
 
-def _pass_reward(given: str | None, recipe: Recipe) -> str:
+def _pass_reward(pass_by: str | None, recipe: Recipe) -> str:
     """Return the name of the reward that decides whether a completion passes."""
     names = [*(spec.name for spec in recipe.rewards), *([ENVIRONMENT] if any_pays(recipe.environments) else [])]
-    by = given or deciding_reward(names or ["accuracy"])
+    by = pass_by or deciding_reward(names or ["accuracy"])
     if by not in names:
         raise ConfigError([Problem("--pass_by", by, "no reward has this name", did_you_mean(by, names))])
     return by

@@ -89,10 +89,10 @@ def _arguments(objective: Objective) -> Iterator[Problem]:
         (_Function("kl_estimator", objective.kl), kl_estimators[objective.kl], KL_INPUTS, 0),
         (estimator, estimators[objective.advantage], ESTIMATOR_INPUTS, 1),
     ):
-        for asked in asked_for(function)[skipped:] if function is not None else ():
-            if asked not in offered:
-                cure = f"{did_you_mean(asked, offered)} Write an option after the star."
-                yield name.refused(f"asks for {asked!r}, which is not one of its inputs", cure)
+        for argument in asked_for(function)[skipped:] if function is not None else ():
+            if argument not in offered:
+                cure = f"{did_you_mean(argument, offered)} Write an option after the star."
+                yield name.refused(f"asks for {argument!r}, which is not one of its inputs", cure)
 
 
 def _called(name: _Function, function: Callable[[], T]) -> T:
@@ -108,20 +108,20 @@ def _called(name: _Function, function: Callable[[], T]) -> T:
 def _pure(name: _Function, tensors: Mapping[str, Any], function: Callable[[], T]) -> T:
     """Return what the function returns, which may not change its inputs: other parts of the loss read them."""
     versions = {key: tensor._version for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    found = _called(name, function)
+    result = _called(name, function)
     for key, version in versions.items():
         if tensors[key]._version != version:
             cure = f"Write {key} = {key} + ... instead of {key} += ..., and no method that ends in _."
             reason = f"changes its input {key!r} in place, which other parts of the loss read"
             raise _Refused(name.refused(reason, cure))
-    return found
+    return result
 
 
-def _shaped(name: _Function, found: object, *shapes: tuple[int, ...]) -> Tensor:
+def _shaped(name: _Function, result: object, *shapes: tuple[int, ...]) -> Tensor:
     """Return a tensor that has one of these shapes."""
-    if isinstance(found, Tensor) and tuple(found.shape) in shapes:
-        return found
-    what = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    if isinstance(result, Tensor) and tuple(result.shape) in shapes:
+        return result
+    what = list(result.shape) if isinstance(result, Tensor) else f"a {type(result).__name__}"
     expected = " or ".join(str(list(shape)) for shape in shapes)
     reason = f"returned {what} for {ROWS} completions of {TIME} tokens"
     raise _Refused(name.refused(reason, f"Return a tensor {expected}."))
@@ -185,10 +185,10 @@ def _loss(objective: Objective, config: GRPOExtArguments) -> None:
     if objective.kl_in_loss:
         loss = loss + _shaped(kl, _pure(kl, tensors, bind(estimator, tensors)), *PER_TOKEN)
     elif objective.kl_in_reward:
-        known = {"log_ref_ratio": torch.full((ROWS, TIME), -0.1), "mask": mask}
-        _shaped(kl, _called(kl, bind(estimator, known)), PER_TOKEN[0])
-    given = (loss, mask, step_totals([mask]))
-    aggregate = partial(aggregations[objective.aggregation], *given, **objective.aggregation_kwargs)
+        kl_inputs = {"log_ref_ratio": torch.full((ROWS, TIME), -0.1), "mask": mask}
+        _shaped(kl, _called(kl, bind(estimator, kl_inputs)), PER_TOKEN[0])
+    loss_inputs = (loss, mask, step_totals([mask]))
+    aggregate = partial(aggregations[objective.aggregation], *loss_inputs, **objective.aggregation_kwargs)
     aggregation = _Function("loss_aggregation", objective.aggregation)
     _shaped(aggregation, _called(aggregation, aggregate), ())
     regions, metrics = row._replace(part="clip_regions"), row._replace(part="metrics")

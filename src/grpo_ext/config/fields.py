@@ -73,8 +73,8 @@ def _has_no(hint: Any) -> bool:
 def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield names that a field does not know, and functions that cannot be imported."""
     for f in dataclasses.fields(config):
-        name, row, given = f.name, row_of(f), getattr(config, f.name)
-        for value in given if isinstance(given, list | tuple) else (given,):
+        name, row, values = f.name, row_of(f), getattr(config, f.name)
+        for value in values if isinstance(values, list | tuple) else (values,):
             if row.choices is None or not isinstance(value, str | bool) or value in row.choices:
                 continue  # a value of a wrong type is another rule's
             if row.function and isinstance(value, str):
@@ -88,22 +88,22 @@ def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:
             yield Problem("loss_type", config.loss_type, error.reason, error.cure)
 
 
-def _import_problems(name: str, path: str, known: Mapping[str, Any]) -> Iterator[Problem]:
+def _import_problems(name: str, path: str, choices: Mapping[str, Any]) -> Iterator[Problem]:
     try:
-        found = known[path]
+        function = choices[path]
     except UnknownNameError as error:
         yield Problem(name, path, error.reason, error.cure)
         return
     try:
-        inspect.signature(found)
+        inspect.signature(function)
     except (TypeError, ValueError):  # not a function, or one of C without named parameters
-        yield Problem(name, path, f"a {type(found).__name__}, not a function with named parameters", "Name one.")
+        yield Problem(name, path, f"a {type(function).__name__}, not a function with named parameters", "Name one.")
 
 
-def unknown_value(name: str, value: object, known: Collection[object], default: object = None) -> Problem:
+def unknown_value(name: str, value: object, choices: Collection[object], default: object = None) -> Problem:
     """Return the problem of a value that a field does not know; the beginning of its default probably means that."""
     usual = str(getattr(default, "value", default))
-    cure = f"Did you mean {usual!r}?" if usual.startswith(f"{value}_") else did_you_mean(str(value), map(str, known))
+    cure = f"Did you mean {usual!r}?" if usual.startswith(f"{value}_") else did_you_mean(str(value), map(str, choices))
     return Problem(name, value, "not one of its values", cure)
 
 

@@ -92,12 +92,12 @@ _GENERATION_FIELDS = {
 
 def _override_a_field(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield the options that override fields: the log-probabilities would not be those of the sampling."""
-    given = as_mapping(config.generation_kwargs)
-    for name in given:
+    options = as_mapping(config.generation_kwargs)
+    for name in options:
         if (field := _GENERATION_FIELDS.get(name)) is not None:
             reason = f"it would go past {field}, which the loss reads too"
-            yield Problem(f"generation_kwargs.{name}", given[name], reason, f"Set the field {field} instead.")
-    if given.get("do_sample") is False:
+            yield Problem(f"generation_kwargs.{name}", options[name], reason, f"Set the field {field} instead.")
+    if options.get("do_sample") is False:
         reason = "every completion of a group is the same then, and no advantage is left"
         yield Problem("generation_kwargs.do_sample", False, reason, "Remove it.")
 
@@ -128,20 +128,20 @@ _BESIDE_VLLM = {
 
 
 def _go_wrong(config: GRPOExtArguments) -> Iterator[Problem]:
-    given = as_mapping(config.generation_kwargs)
+    options = as_mapping(config.generation_kwargs)
     table, beside = (_BESIDE_VLLM, {"use_vllm": True}) if config.use_vllm else (_BESIDE_TRANSFORMERS, {})
-    for name in (name for name in table if name in given):
-        if given[name] is not None or name == "logprobs":  # null: none are returned
-            yield Problem(f"generation_kwargs.{name}", given[name], *table[name], beside)
+    for name in (name for name in table if name in options):
+        if options[name] is not None or name == "logprobs":  # null: none are returned
+            yield Problem(f"generation_kwargs.{name}", options[name], *table[name], beside)
 
 
 def _ignored(config: GRPOExtArguments) -> Iterator[Problem]:
     """Yield options that transformers would take and ignore; vLLM refuses its own."""
-    known = generation_options()
+    options = generation_options()
     for name, value in as_mapping(config.generation_kwargs).items() if not config.use_vllm else ():
-        if name not in known and name not in _GENERATION_FIELDS:
+        if name not in options and name not in _GENERATION_FIELDS:
             reason = "transformers has no such option and would ignore it"
-            yield Problem(f"generation_kwargs.{name}", value, reason, did_you_mean(name, known))
+            yield Problem(f"generation_kwargs.{name}", value, reason, did_you_mean(name, options))
 
 
 KEYWORD_RULES: tuple[Rule, ...] = (_accelerator, _override_a_field, _go_wrong, _ignored)

@@ -39,8 +39,8 @@ def expand(key: str, value: Any) -> Any:
     if isinstance(value, str):
         if _is_no_path(value):
             return value
-        known = _VARIABLE.sub(lambda found: os.environ.get(found[1] or found[2] or "") or found[0], value)
-        return os.path.expanduser(known)
+        expanded = _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[2] or "") or match[0], value)
+        return os.path.expanduser(expanded)
     if isinstance(value, list):
         return [expand(key, entry) for entry in value]
     if isinstance(value, Mapping):
@@ -53,9 +53,9 @@ def unknown(key: str, value: object, place: str = "") -> Iterator[Problem]:
     """Yield the problem of each text in which something cannot be expanded."""
     place = place or key
     if isinstance(value, str) and not _is_no_path(value):
-        found = next(filter(None, map(_missing, _VARIABLE.finditer(value))), None) or _missing_home(value)
-        if found:
-            yield Problem(place, value, *found)
+        fault = next(filter(None, map(_missing, _VARIABLE.finditer(value))), None) or _missing_home(value)
+        if fault:
+            yield Problem(place, value, *fault)
     elif isinstance(value, list):
         for i, entry in enumerate(value):
             yield from unknown(key, entry, f"{place}[{i}]")
@@ -74,11 +74,11 @@ def _is_no_path(text: str) -> bool:
     return text.startswith("{") or "{{" in text or "{%" in text
 
 
-def _missing(found: re.Match[str]) -> tuple[str, str] | None:
+def _missing(match: re.Match[str]) -> tuple[str, str] | None:
     """Return why a variable cannot be expanded, and the cure."""
-    name = found[1] or found[2] or ""
+    name = match[1] or match[2] or ""
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        return f"{found[0]} is not the name of an environment variable", "Write $NAME or ${NAME}, or the path itself."
+        return f"{match[0]} is not the name of an environment variable", "Write $NAME or ${NAME}, or the path itself."
     if os.environ.get(name):
         return None
     cure = "Export it before the start, set it under env: in the recipe, or write the path itself."

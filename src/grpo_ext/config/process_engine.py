@@ -54,19 +54,19 @@ def _device(config: GRPOExtArguments) -> Iterator[Problem]:
         return
     if device.type == "cpu" or planning() or not samples_in_process(config):
         return
-    found = torch.accelerator.current_accelerator(check_available=True)
-    known = 0 if found is None or found.type != device.type else torch.accelerator.device_count()
-    if (device.index or 0) >= known:
-        yield Problem("rollout_device", name, f"this process sees {known} devices of this type", "Set another one.")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = 0 if accelerator is None or accelerator.type != device.type else torch.accelerator.device_count()
+    if (device.index or 0) >= devices:
+        yield Problem("rollout_device", name, f"this process sees {devices} devices of this type", "Set another one.")
 
 
 def _undecodable(config: GRPOExtArguments) -> Iterator[Problem]:
     if not samples_in_process(config) or not isinstance(config.generation_kwargs, dict):
         return
-    given = config.generation_kwargs
+    options = config.generation_kwargs
     rescaling = (name.removeprefix("generation_kwargs.") for name in rescalings(config))
-    for name in dict.fromkeys(name for name in (*rescaling, *_UNDECODED) if name in given):
-        if (value := given[name]) is not None and value != _UNDECODED.get(name):
+    for name in dict.fromkeys(name for name in (*rescaling, *_UNDECODED) if name in options):
+        if (value := options[name]) is not None and value != _UNDECODED.get(name):
             reason = "the process samples token by token, each row by itself"
             yield Problem(f"generation_kwargs.{name}", value, reason, _CURE, {"rollout_engine": "process"})
 
@@ -87,9 +87,9 @@ PROCESS_RULES: tuple[Rule, ...] = (_inexact, _undecodable, _device)
 """Settings beside a process that samples, and its device."""
 
 
-def rollout_problems(config: GRPOExtArguments, given: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield the problem of rollouts by `given` arguments, by name, in which a sampler beside would have no part."""
-    for name in (name for name, argument in given.items() if argument):
+def rollout_problems(config: GRPOExtArguments, values: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield the problem of rollouts by arguments, `values` by name, in which a sampler beside would have no part."""
+    for name in (name for name, argument in values.items() if argument):
         reason = "single turns of the dataset's prompts and of environments only are sampled"
         if samples_in_process(config):
             yield Problem(name, ABSENT, f"{reason} by the process", _CURE, {"rollout_engine": "process"})

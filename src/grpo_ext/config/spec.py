@@ -65,10 +65,10 @@ class Spec:
     def of(cls, part: type, *without: str, example: str = "{option: value}", **more: Any) -> "Spec":
         """Return the spec of a dataclass's fields; `more` are the types of further keys, which may be left out."""
         hints = typing.get_type_hints(part, include_extras=True)
-        known = [f for f in fields(part) if f.init and f.name not in without]
-        defaults = {f.name: f.default for f in known if f.default is not MISSING}
-        defaults |= {f.name: f.default_factory() for f in known if f.default_factory is not MISSING}
-        keys = {f.name: hints[f.name] | None if f.name in defaults else hints[f.name] for f in known}
+        known_fields = [f for f in fields(part) if f.init and f.name not in without]
+        defaults = {f.name: f.default for f in known_fields if f.default is not MISSING}
+        defaults |= {f.name: f.default_factory() for f in known_fields if f.default_factory is not MISSING}
+        keys = {f.name: hints[f.name] | None if f.name in defaults else hints[f.name] for f in known_fields}
         return cls(keys | {name: hint | None for name, hint in more.items()}, defaults | dict.fromkeys(more), example)
 
     @classmethod
@@ -79,22 +79,22 @@ class Spec:
         defaults = {name: value for name, value in options.items() if value is not inspect.Parameter.empty}
         return cls({name: hints.get(name, object) for name in options}, defaults, owner=function.__name__)
 
-    def list_problems(self, setting: str, given: object) -> Iterator[Problem]:
+    def list_problems(self, setting: str, entries: object) -> Iterator[Problem]:
         """Yield the problems of a list of mappings and of all its entries."""
-        if not isinstance(given, list | tuple):
-            yield Problem(setting, given, "not a list", f"Write {setting}: [{self.example}].")
+        if not isinstance(entries, list | tuple):
+            yield Problem(setting, entries, "not a list", f"Write {setting}: [{self.example}].")
             return
-        for i, entry in enumerate(given):
+        for i, entry in enumerate(entries):
             yield from self.problems(f"{setting}[{i}]", entry)
 
-    def problems(self, place: str, given: object) -> Iterator[Problem]:
+    def problems(self, place: str, mapping: object) -> Iterator[Problem]:
         """Yield the problems of a mapping: each unknown, unfitting or missing key."""
-        if not isinstance(given, Mapping):
-            yield Problem(place, given, "not a mapping", f"Write {self.example}.")
+        if not isinstance(mapping, Mapping):
+            yield Problem(place, mapping, "not a mapping", f"Write {self.example}.")
             return
-        for key, value in given.items():
+        for key, value in mapping.items():
             yield from self.value_problems(f"{place}.{key}", str(key), value)
-        for key in (key for key in self.hints if key not in self.defaults and key not in given):
+        for key in (key for key in self.hints if key not in self.defaults and key not in mapping):
             needs = f"missing, and {self.owner} needs it" if self.owner else "missing"
             cure = f"Set {place}: {{{key}: ...}}." if self.owner else f"Write {self.example}."
             yield Problem(f"{place}.{key}", ABSENT, needs, cure)
@@ -138,10 +138,10 @@ def out_of_bounds(setting: str, value: object, bound: Within | Ascending, defaul
 
 
 def option_problems(
-    setting: str, given: object, function: Callable[..., Any], with_fields: Mapping[str, str | None] = {}
+    setting: str, mapping: object, function: Callable[..., Any], with_fields: Mapping[str, str | None] = {}
 ) -> Iterator[Problem]:
     """Yield the problems of a function's options; `with_fields` maps options to the config fields that set them."""
-    options = {} if given is None else given
+    options = {} if mapping is None else mapping
     of_fields = [name for name, other in with_fields.items() if other]
     if isinstance(options, Mapping):
         for name in (name for name in of_fields if name in options):
@@ -168,17 +168,17 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def wrong_type(
-    setting: str, value: object, hint: Any, default: object = None, known: Collection[object] = ()
+    setting: str, value: object, hint: Any, default: object = None, names: Collection[object] = ()
 ) -> WrongType:
     """Return the problem of a value of the wrong type, with the one that was probably meant, or else the default.
 
-    `known` are the names that a setting may have, where it is one of names.
+    `names` are the names that a setting may have, where it is one of names.
     """
     mapping = holds(dict, hint)
     readings = (read for read in _readings(value) if isinstance(read, Mapping) or not mapping)
     fitting = (read for read in readings if is_bearable(read, hint, conf=_TOWER))
     is_number = isinstance(default, int | float) and not isinstance(default, bool)  # whose default nobody means
-    meant = next((read for read in fitting if not known or read in known), None if is_number else default)
+    meant = next((read for read in fitting if not names or read in names), None if is_number else default)
     name = setting.rpartition("].")[2]
     left_out = "or leave it out" + ("" if default is None else f": the default is {_as_yaml(default)}")
     if meant is not None:
@@ -186,7 +186,7 @@ def wrong_type(
     elif mapping:
         cure = f"Write {name}: {{option: value}}, {left_out}."
     else:
-        words = f"one of {', '.join(map(str, known))}" if known else _expected(hint)
+        words = f"one of {', '.join(map(str, names))}" if names else _expected(hint)
         cure = f"Write {words}, {left_out}."
     return WrongType(setting, value, f"{kind(value)} where {_expected(hint)} is expected", cure)
 
@@ -233,10 +233,10 @@ def _readings(value: object) -> Iterator[object]:
             yield int(value.replace(",", ""))
         elif re.fullmatch(r"[-+]?\d+,\d+([eE][-+]?\d+)?", value):
             yield float(value.replace(",", "."))
-        if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value):
-            yield float(found[1]) / 100
-        if found := re.fullmatch(r"(\d+) ?([kK])", value):
-            yield int(found[1]) * 1024
+        if match := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value):
+            yield float(match[1]) / 100
+        if match := re.fullmatch(r"(\d+) ?([kK])", value):
+            yield int(match[1]) * 1024
         if "," in value:
             yield [part.strip() for part in value.split(",")]
     if isinstance(value, float) and value.is_integer():

@@ -39,25 +39,25 @@ OF_THE_MODEL = ("min_p", *_LEAVES_OUT, *_RESCALES)
 def truncations(config: GRPOExtArguments) -> dict[str, object]:
     """Return the settings that leave tokens out, by name."""
     fields = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p")}
-    found = {name: value for name, value in fields.items() if value and value != NEUTRAL[name]}
+    settings = {name: value for name, value in fields.items() if value and value != NEUTRAL[name]}
     if config.use_vllm and config.vllm_structured_outputs_regex is not None:
-        found["vllm_structured_outputs_regex"] = config.vllm_structured_outputs_regex
-    return found | _given(config, _LEAVES_OUT)
+        settings["vllm_structured_outputs_regex"] = config.vllm_structured_outputs_regex
+    return settings | _acting_options(config, _LEAVES_OUT)
 
 
 def rescalings(config: GRPOExtArguments) -> dict[str, object]:
     """Return the settings that alter the distribution in another way, by name."""
     penalty = config.repetition_penalty
-    found: dict[str, object] = {"repetition_penalty": penalty} if penalty != NEUTRAL["repetition_penalty"] else {}
-    return found | _given(config, _RESCALES)
+    settings: dict[str, object] = {"repetition_penalty": penalty} if penalty != NEUTRAL["repetition_penalty"] else {}
+    return settings | _acting_options(config, _RESCALES)
 
 
-def _given(config: GRPOExtArguments, effects: Mapping[str, object]) -> dict[str, object]:
-    given = as_mapping(config.generation_kwargs)
-    names = [name for name in given if name in effects and (config.use_vllm or name in generation_options())]
+def _acting_options(config: GRPOExtArguments, effects: Mapping[str, object]) -> dict[str, object]:
+    options = as_mapping(config.generation_kwargs)
+    names = [name for name in options if name in effects and (config.use_vllm or name in generation_options())]
     off: tuple[object, ...] = (None, "", [], {}, ())  # not 0, which may be the id of a token, or a scale
-    acts = (name for name in names if given[name] not in (*off, effects[name]) and given[name] is not False)
-    return {f"generation_kwargs.{name}": given[name] for name in acts}
+    acts = (name for name in names if options[name] not in (*off, effects[name]) and options[name] is not False)
+    return {f"generation_kwargs.{name}": options[name] for name in acts}
 
 
 def scores_over_support(config: GRPOExtArguments) -> bool:
@@ -96,8 +96,8 @@ def _unset(name: str) -> str:
     return f"Leave {option} unset, or set loss_defaults: trl, which trains with stock TRL's bias."
 
 
-def _altered(found: Mapping[str, object]) -> Iterator[Problem]:
-    for name, value in found.items():
+def _altered(settings: Mapping[str, object]) -> Iterator[Problem]:
+    for name, value in settings.items():
         reason = (
             "completions are drawn from an altered distribution, but their log-probabilities are the model's own, so "
             "the gradient is biased"

@@ -111,16 +111,16 @@ def parse_eval_sets(
     sets, problems = [], list[Problem]()
     for i, entry in enumerate(entries):
         place = f"eval_sets[{i}]"
-        if found := [*_SPEC.problems(place, entry)]:
-            problems += found
+        if entry_problems := [*_SPEC.problems(place, entry)]:
+            problems += entry_problems
             continue
         rewards = list(recipe_rewards)
         if entry.get("reward_funcs") is not None:
-            rewards, found = parse_rewards(entry["reward_funcs"], folder=folder)
+            rewards, entry_problems = parse_rewards(entry["reward_funcs"], folder=folder)
         chosen = _of_entry(entry, rewards, plays)
-        found += problems_of(chosen)
-        problems += [replace(problem, field=f"{place}.{problem.field}") for problem in found]
-        sets += [] if found else [chosen]
+        entry_problems += problems_of(chosen)
+        problems += [replace(problem, field=f"{place}.{problem.field}") for problem in entry_problems]
+        sets += [] if entry_problems else [chosen]
     names = [chosen.name for chosen in sets]
     problems += [
         Problem("eval_sets", ABSENT, f"{names.count(name)} sets have the name {name!r}", "Give each its own.")
@@ -180,15 +180,15 @@ def best_metric_problems(metric: str | None, rewards: Sequence[str], sets: Seque
 
     Figures of several `sets` begin with their name. Without sets, only a name close to a known one is a mistake.
     """
-    given = str(metric or "").removeprefix("eval_")
-    of_set = next((f"{name}_" for name in sets if given.startswith(f"{name}_")), f"{sets[0]}_" if sets else "")
-    figure = given.removeprefix(of_set)
-    known = {name: name for name in _METRICS} | {f"rewards/{name}/mean": f"rewards/{name}/mean" for name in rewards}
-    right = figure in known or re.fullmatch(r"(rewards|completions)/.*", figure)
-    if not given or (right and given.startswith(of_set)):
+    wanted = str(metric or "").removeprefix("eval_")
+    of_set = next((f"{name}_" for name in sets if wanted.startswith(f"{name}_")), f"{sets[0]}_" if sets else "")
+    figure = wanted.removeprefix(of_set)
+    figures = {name: name for name in _METRICS} | {f"rewards/{name}/mean": f"rewards/{name}/mean" for name in rewards}
+    right = figure in figures or re.fullmatch(r"(rewards|completions)/.*", figure)
+    if not wanted or (right and wanted.startswith(of_set)):
         return
-    known |= {name: f"rewards/{name}/mean" for name in rewards}
-    close = get_close_matches(figure, known, n=1, cutoff=0.8)
+    figures |= {name: f"rewards/{name}/mean" for name in rewards}
+    close = get_close_matches(figure, figures, n=1, cutoff=0.8)
     if close or sets:
-        cure = f"Set metric_for_best_model: eval_{of_set}{known[close[0]] if close else 'reward'}."
+        cure = f"Set metric_for_best_model: eval_{of_set}{figures[close[0]] if close else 'reward'}."
         yield Problem("metric_for_best_model", metric, "no evaluation has this metric", cure)

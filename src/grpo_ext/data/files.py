@@ -52,11 +52,11 @@ def split_files(path: Path, split: str) -> list[Path]:
     name = re.compile(re.escape(split) + r"(\W.*|_\d.*)?")
     folders = [folder for folder in (path, path / "data") if folder.is_dir()]
     files = [file for folder in folders for file in sorted(folder.iterdir()) if file.suffix in BUILDERS]
-    found = [file for file in files if name.fullmatch(file.stem)]
-    if len({file.suffix for file in found}) > 1:
-        reason = f"split {split!r} is made up of {', '.join(file.name for file in found)}"
+    of_split = [file for file in files if name.fullmatch(file.stem)]
+    if len({file.suffix for file in of_split}) > 1:
+        reason = f"split {split!r} is made up of {', '.join(file.name for file in of_split)}"
         raise unusable(path, reason, "Keep one kind, or name one file.")
-    return found
+    return of_split
 
 
 def folder_splits(path: Path) -> dict[str, list[Path]]:
@@ -132,11 +132,11 @@ def checked_rows(files: Sequence[Path], limit: int = MAX_REPORTED) -> Iterator[t
     empty = True
     for place, row in _rows_of(files):
         empty = False
-        found = [row.at(place)] if isinstance(row, RowError) else _mixed_types(place, row, kinds)
-        problems += found
+        row_problems = [row.at(place)] if isinstance(row, RowError) else _mixed_types(place, row, kinds)
+        problems += row_problems
         if len(problems) >= limit:
             raise DataError(problems[:limit])
-        if not found and not isinstance(row, RowError):
+        if not row_problems and not isinstance(row, RowError):
             yield place, row
     if problems:
         raise DataError(problems)
@@ -161,9 +161,9 @@ def _mixed_types(place: str, row: Row, kinds: dict[str, tuple[str, str]]) -> lis
         if value is None:
             continue
         kind = _kind(value)
-        known, first = kinds.setdefault(column, (kind, place))
-        if kind != known:
-            error = RowError(f"{kind} {value!r:.60}, but {known} in {first}", "Use one type in a column.", column)
+        first_kind, first = kinds.setdefault(column, (kind, place))
+        if kind != first_kind:
+            error = RowError(f"{kind} {value!r:.60}, but {first_kind} in {first}", "Use one type in a column.", column)
             problems.append(error.at(place))
     return problems
 

@@ -56,10 +56,10 @@ def load_datasets(
     Raises:
         DataError: a setting, a file, a split, a column or rows cannot be used; the message names each with its cure.
     """
-    found = dataset_problems(config, dataset_name, dataset_config=dataset_config, streaming=streaming)
-    found += split_problems(dataset_name, train_split, test_split)
-    if found:
-        raise DataError(found)
+    problems = dataset_problems(config, dataset_name, dataset_config=dataset_config, streaming=streaming)
+    problems += split_problems(dataset_name, train_split, test_split)
+    if problems:
+        raise DataError(problems)
     eval_wanted = eval_needed or config.test_size is not None
     train, test = None, None
     if dataset_name.startswith(QUICKSTART):
@@ -68,18 +68,18 @@ def load_datasets(
         train, test = _load_procedural(dataset_name, config, eval_wanted)
     else:
         load = partial(load_split, dataset_name, config, dataset_config, streaming)
-        with collecting(found):
+        with collecting(problems):
             train = load(train_split)
-        with collecting(found):
+        with collecting(problems):
             test = load(test_split, optional=True) if eval_wanted else None
-    if eval_wanted and test is None and (config.test_size is None or test_split != "test") and not found:
-        found.append(_no_test_split(dataset_name, train_split, test_split, config.test_size is not None))
+    if eval_wanted and test is None and (config.test_size is None or test_split != "test") and not problems:
+        problems.append(_no_test_split(dataset_name, train_split, test_split, config.test_size is not None))
     prepared: list[AnyDataset] = []
     for split in (train, test):
-        with collecting(found):
+        with collecting(problems):
             prepared += [] if split is None else [prepare(split, config, tokenizer, template_kwargs)]
-    if found:
-        raise DataError(found)
+    if problems:
+        raise DataError(problems)
     if not eval_wanted or len(prepared) == 2:
         if test is not None and config.test_size is not None and not dataset_name.startswith(PROCEDURAL):
             logger.warning("test_size=%s is not applied: %s exists.", config.test_size, test.source)
@@ -125,12 +125,12 @@ def _no_test_split(name: str, train_split: str, test_split: str, has_test_size: 
 
 
 @contextmanager
-def collecting(found: list[Problem]) -> Iterator[None]:
+def collecting(problems: list[Problem]) -> Iterator[None]:
     """Continue after a `DataError`, so that all problems are reported at once."""
     try:
         yield
     except DataError as error:
-        found += [problem for problem in error.problems if problem not in found]
+        problems += [problem for problem in error.problems if problem not in problems]
 
 
 def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split]:
@@ -255,8 +255,8 @@ def _load_by_name(
         missing = isinstance(error, ValueError) and str(error).startswith(("Unknown split", "Bad split"))
         if optional and missing:
             return None
-        if (known := re.match(r"BuilderConfig .* not found\. Available: (.*)", str(error))) is not None:
-            cure = f"Set it to one of {known[1]}, or unset it (--dataset_config null)."
+        if (available := re.match(r"BuilderConfig .* not found\. Available: (.*)", str(error))) is not None:
+            cure = f"Set it to one of {available[1]}, or unset it (--dataset_config null)."
             raise DataError(
                 [Problem("dataset_config", dataset_config, f"{name} has no such configuration", cure)]
             ) from error

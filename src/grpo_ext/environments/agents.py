@@ -72,7 +72,7 @@ class Agents:
 
     def take(self) -> list[Call]:
         """Return the turns that agents have asked for, and refuse requests that cannot be answered."""
-        found: list[Call] = []
+        calls: list[Call] = []
         requests, until = [] if self._inbox is None else self._inbox.take(), time.monotonic() + _TAKING_SECONDS
         for number, request in enumerate(requests):
             if number and self._inbox is not None and (shutdown().is_set() or time.monotonic() > until):
@@ -82,11 +82,11 @@ class Agents:
             if episode is None:  # it has ended, and its line has refused the request
                 continue
             try:
-                found += [] if request.left else self._calls(episode, request)
+                calls += [] if request.left else self._calls(episode, request)
             except Exception as error:  # a request costs its own episode only
                 request.done(_refusal(error))
             self._go_on(episode, anew=False)
-        return found
+        return calls
 
     def _go_on(self, episode: Episode, *, anew: bool) -> None:
         """Start an episode's clock again, or stop it, by whether it waits for the model."""
@@ -132,7 +132,7 @@ class Agents:
         """
         wanted = [call for call in calls if not self._forgotten(call)]
         sharing = Counter(call.episode.number for call in wanted)
-        found: list[Call] = []
+        ready: list[Call] = []
         waiting: list[Call] = []
         for call in wanted:
             episode, request = call.episode, call.request
@@ -151,8 +151,8 @@ class Agents:
             else:
                 call.limit = min(share, request.chat.limit or share)
                 episode.reserved += call.limit
-            found.append(call)
-        return found, waiting
+            ready.append(call)
+        return ready, waiting
 
     def _forgotten(self, call: Call) -> bool:
         """Forget a turn if its agent waits for it no longer. Return whether it is forgotten."""

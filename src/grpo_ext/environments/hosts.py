@@ -264,7 +264,7 @@ def answers(
         readable = wait([connection.stream for connection in connections], min(end, until), also)
         now = time.monotonic()  # before `poll`, which may wait for the end of a process: others may answer meanwhile
         polled = [(connection, connection.poll(connection.stream in readable, now)) for connection in connections]
-        found = [(connection, answer) for connection, answer in polled if answer is not None]
+        ready = [(connection, answer) for connection, answer in polled if answer is not None]
         woken = {descriptor for descriptor in also if descriptor in readable}
-        if found or woken or time.monotonic() >= end:
-            return found, woken
+        if ready or woken or time.monotonic() >= end:
+            return ready, woken

@@ -80,19 +80,19 @@ def final_reward(answer: Mapping[str, object]) -> float | None:
 
 
 def _messages(observation: object) -> list[Message]:
-    found = _as_text(observation)
-    found = [{"role": "user", "content": found}] if isinstance(found, str) else found
-    if isinstance(found, list):
-        found = [{**m, "content": _as_text(m.get("content"))} if isinstance(m, dict) else m for m in found]
-    if not isinstance(found, list) or not all(
+    messages = _as_text(observation)
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    if isinstance(messages, list):
+        messages = [{**m, "content": _as_text(m.get("content"))} if isinstance(m, dict) else m for m in messages]
+    if not isinstance(messages, list) or not all(
         isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in found
+        for message in messages
     ):
         cure = "Return text, or [{'role': ..., 'content': ...}]."
-        raise InvalidResult(f"{safe_repr(found)} is neither text nor messages. {cure}")
-    if (length := sum(len(message["content"]) for message in found)) > LONGEST:
+        raise InvalidResult(f"{safe_repr(messages)} is neither text nor messages. {cure}")
+    if (length := sum(len(message["content"]) for message in messages)) > LONGEST:
         raise InvalidResult(f"an observation of {length} characters; {LONGEST} are the most.")
-    return found
+    return messages
 
 
 def _as_text(content: object) -> object:

@@ -30,30 +30,30 @@ def estimate(name: str, rewards: Rewards, offered: Mapping[str, Any] = {}, **opt
     Raises:
         BrokenRule: the estimator returned something else.
     """
-    found = bind(estimators[name], offered)(rewards, **options)
+    advantages = bind(estimators[name], offered)(rewards, **options)
     mask = offered.get("mask")
     per_token = None if mask is None else tuple(mask.shape)
-    if not isinstance(found, Tensor) or tuple(found.shape) not in (tuple(rewards.shape), per_token):
-        what = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    if not isinstance(advantages, Tensor) or tuple(advantages.shape) not in (tuple(rewards.shape), per_token):
+        what = list(advantages.shape) if isinstance(advantages, Tensor) else f"a {type(advantages).__name__}"
         raise BrokenRule(
             name,
             f"it returned {what} for rewards {list(rewards.shape)}",
             "Return a tensor [groups, completions]; or, if it takes `mask`, of the mask's shape.",
         )
-    found = found.to(rewards.dtype)
+    advantages = advantages.to(rewards.dtype)
     without_advantage = rewards.isnan()
     if estimators.traits(name).group_baseline:
         without_advantage = without_advantage | zero_variance(rewards)[:, None]
-    if found.dim() == 3:
+    if advantages.dim() == 3:
         without_advantage = without_advantage[..., None] | (mask == 0)
-    found = torch.where(without_advantage, torch.zeros_like(found), found)
-    wrong = ~found.isfinite()
+    advantages = torch.where(without_advantage, torch.zeros_like(advantages), advantages)
+    wrong = ~advantages.isfinite()
     if wrong.any():
-        group, value = int(wrong.nonzero()[0, 0]), found[wrong][0].item()
+        group, value = int(wrong.nonzero()[0, 0]), advantages[wrong][0].item()
         raise BrokenRule(
             name,
             f"an advantage of {value:g} for the rewards {rewards[group].tolist()} of one group",
             "Leave NaN, a completion that could not be scored, out of its statistics (nanmean, nansum), and do not "
             "divide by a number that can be 0.",
         )
-    return found
+    return advantages

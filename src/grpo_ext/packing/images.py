@@ -24,8 +24,8 @@ RowImages: TypeAlias = dict[str, Tensor]
 
 def row_images(fields: Mapping[str, Any], count: int) -> RowImages:
     """Return the images of a prompt from what its processor made of that prompt by itself, a batch of one."""
-    made = {name: torch.as_tensor(np.asarray(value)) for name, value in fields.items() if name not in _TOKENS}
-    row = {name: value[0] if name in OF_TOKENS else value for name, value in made.items()}
+    tensors = {name: torch.as_tensor(np.asarray(value)) for name, value in fields.items() if name not in _TOKENS}
+    row = {name: value[0] if name in OF_TOKENS else value for name, value in tensors.items()}
     return {**row, COUNT: torch.tensor(count)}
 
 
@@ -37,14 +37,14 @@ def no_images() -> RowImages:
 def joined_fields(rows: Sequence[RowImages]) -> dict[str, Tensor]:
     """Join tensors of several rows, padded with 0 to the largest, but for those with a number for each token."""
     names = dict.fromkeys(name for row in rows for name in row if name not in (COUNT, *OF_TOKENS))
-    found: dict[str, Tensor] = {}
+    fields: dict[str, Tensor] = {}
     for name in names:
         tensors = [row[name] for row in rows if name in row]
         largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-        found[name] = tensors[0].new_zeros(sum(map(len, tensors)), *largest)
-        for part, tensor in zip(found[name].split([*map(len, tensors)]), tensors, strict=True):
+        fields[name] = tensors[0].new_zeros(sum(map(len, tensors)), *largest)
+        for part, tensor in zip(fields[name].split([*map(len, tensors)]), tensors, strict=True):
             part[:, *map(slice, tensor.shape[1:])] = tensor
-    return found
+    return fields
 
 
 def joined_types(rows: Sequence[RowImages], mask: Tensor, completion: int) -> dict[str, Tensor]:
@@ -64,10 +64,10 @@ def joined_types(rows: Sequence[RowImages], mask: Tensor, completion: int) -> di
 def forward_arguments(rows: Sequence[RowImages], mask: Tensor, completion: int) -> dict[str, Any]:
     """Return the arguments of TRL's forward for whole rows, whose attention mask is `mask`."""
     fields = joined_fields(rows)
-    found: dict[str, Any] = {**fields, **joined_types(rows, mask, completion)}
-    found = {name: value.to(mask.device) for name, value in found.items()}
+    arguments: dict[str, Any] = {**fields, **joined_types(rows, mask, completion)}
+    arguments = {name: value.to(mask.device) for name, value in arguments.items()}
     if "pixel_values" in fields:
-        found[COUNT] = [int(row[COUNT]) for row in rows]
+        arguments[COUNT] = [int(row[COUNT]) for row in rows]
         if not {"image_grid_thw", "image_position_ids"} & fields.keys():  # TRL would guess what is counted
-            found["num_tiles"] = [len(row["pixel_values"]) if "pixel_values" in row else 0 for row in rows]
-    return found
+            arguments["num_tiles"] = [len(row["pixel_values"]) if "pixel_values" in row else 0 for row in rows]
+    return arguments

@@ -116,16 +116,16 @@ def summary(scored: ScoredRows) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = []
     columns: dict[str, Sequence[float | None]] = {**scored.rewards, "total": scored.total}
     for name, column in columns.items():
-        known = [v for v in column if v is not None and not math.isnan(v)]
-        mean = sum(known) / len(known) if known else math.nan
-        std = math.sqrt(sum((v - mean) ** 2 for v in known) / (len(known) - 1)) if len(known) > 1 else 0.0
-        figures = (mean, std, min(known, default=math.nan), max(known, default=math.nan))
+        scores = [v for v in column if v is not None and not math.isnan(v)]
+        mean = sum(scores) / len(scores) if scores else math.nan
+        std = math.sqrt(sum((v - mean) ** 2 for v in scores) / (len(scores) - 1)) if len(scores) > 1 else 0.0
+        figures = (mean, std, min(scores, default=math.nan), max(scores, default=math.nan))
         errors, seconds = (scored.metrics.get(f"rewards/{name}/{key}") for key in ("errors", "seconds"))
         table.append(
             (
                 name,
                 *(f"{figure:.3f}" for figure in figures),
-                str(len(column) - len(known)),
+                str(len(column) - len(scores)),
                 "" if errors is None else f"{sum(errors):.0f}",
                 "" if seconds is None else f"{sum(seconds):.3f}",
             )
@@ -146,5 +146,5 @@ def _piece(value: float | None, spec: RewardSpec) -> str:
     """Return a reward's value, its weight, and the function and options unless the name implies them."""
     weighted = f"{value} x {weight_at(spec.weight, spec.weight_schedule, *_START):g}"
     more = [str(spec.function)] if spec.function != spec.name else []
-    more += [f"{option}={given!r}" for option, given in spec.kwargs.items()]
+    more += [f"{option}={setting!r}" for option, setting in spec.kwargs.items()]
     return f"{weighted}   ({', '.join(more)})" if more else weighted

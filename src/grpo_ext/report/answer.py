@@ -25,8 +25,8 @@ class _Value(NamedTuple):
 
     def __str__(self) -> str:
         """Return '0.25 (0.15 to 0.35) at step 0'."""
-        known = math.isfinite(self.low) and math.isfinite(self.high)
-        return f"{self.mean:.4g}{f' ({self.low:.3g} to {self.high:.3g})' if known else ''} at step {self.step:g}"
+        is_finite = math.isfinite(self.low) and math.isfinite(self.high)
+        return f"{self.mean:.4g}{f' ({self.low:.3g} to {self.high:.3g})' if is_finite else ''} at step {self.step:g}"
 
 
 class _Change(NamedTuple):
@@ -61,21 +61,21 @@ class _Change(NamedTuple):
 def held_out(run: RunFolder) -> list[_Change]:
     """Return the first and the last result of each evaluation set, else of `eval_reward`."""
     by_set: dict[str, list[tuple[float, dict[str, Any]]]] = {}
-    for found in run.evaluations:
-        if (step := _step(run, found)) is not None:
-            by_set.setdefault(found["set"], []).append((step, found))
+    for result in run.evaluations:
+        if (step := _step(run, result)) is not None:
+            by_set.setdefault(result["set"], []).append((step, result))
     changes = [change for name, results in by_set.items() for change in _changes(name, results)]
-    known = _known(run, "eval_reward")
-    if not changes and len(known) > 1:
-        return [_Change("eval_reward", _Value(*known[0]), _Value(*known[-1]))]
+    points = _known(run, "eval_reward")
+    if not changes and len(points) > 1:
+        return [_Change("eval_reward", _Value(*points[0]), _Value(*points[-1]))]
     return changes
 
 
-def _step(run: RunFolder, found: Mapping[str, Any]) -> float | None:
+def _step(run: RunFolder, result: Mapping[str, Any]) -> float | None:
     """Return the step of a result; for one of `grpo-ext eval`, which has none, that of its model in this run."""
-    if isinstance(found.get("step"), int | float):
-        return float(found["step"])
-    model = str(found.get("model"))
+    if isinstance(result.get("step"), int | float):
+        return float(result["step"])
+    model = str(result.get("model"))
     if model == str(run.record.get("model_name_or_path")):
         return 0.0
     parts, folder = Path(model).parts, run.folder.resolve().name
@@ -91,16 +91,16 @@ def _changes(name: str, results: list[tuple[float, dict[str, Any]]]) -> Iterator
     (_, first), (_, last) = results[0], results[-1]
     shares = [figure for figure in first["figures"] if figure.rpartition("/")[2].startswith("avg@")]
     for figure in shares or list(first["figures"])[:1]:
-        ends = [_value(step, found["figures"][figure]) for step, found in results if figure in found["figures"]]
+        ends = [_value(step, result["figures"][figure]) for step, result in results if figure in result["figures"]]
         if len(ends) > 1:
             same = first.get("settings") == last.get("settings") and figure in last["figures"]
             paired = gain(_right(first, figure), _right(last, figure)) if same else None
             yield _Change(f"{name} {figure}", ends[0], ends[-1], paired if paired and paired.prompts > 1 else None)
 
 
-def _right(found: Mapping[str, Any], figure: str) -> Mapping[str, float]:
+def _right(result: Mapping[str, Any], figure: str) -> Mapping[str, float]:
     """Return the share that the judge of a figure calls right, by prompt; the first judge's figures have no name."""
-    by_judge = found.get("right") or {}
+    by_judge = result.get("right") or {}
     shares = by_judge.get(figure.rpartition("/")[0] or next(iter(by_judge), ""))
     return shares if isinstance(shares, Mapping) else {}
 
@@ -117,11 +117,11 @@ def _known(run: RunFolder, name: str) -> list[tuple[float, float]]:
 
 def in_training(run: RunFolder) -> _Change | None:
     """Return the mean reward of the first and the last tenth of the logs, at least three, with two standard errors."""
-    known = _known(run, "reward")
-    if len(known) < 2 * _LEAST:
+    points = _known(run, "reward")
+    if len(points) < 2 * _LEAST:
         return None
-    count = max(_LEAST, len(known) // 10)
-    return _Change("reward in training", _mean(known[0][0], known[:count]), _mean(known[-1][0], known[-count:]))
+    count = max(_LEAST, len(points) // 10)
+    return _Change("reward in training", _mean(points[0][0], points[:count]), _mean(points[-1][0], points[-count:]))
 
 
 def _mean(step: float, rows: Sequence[tuple[float, float]]) -> _Value:
@@ -154,11 +154,11 @@ def _only_in_training(run: RunFolder, changes: Sequence[_Change]) -> str:
 
 def spent(run: RunFolder) -> dict[str, str]:
     """Return the time of all steps and the tokens of a run, if they were logged."""
-    found = {}
+    figures = {}
     if steps := _known(run, "step_time"):  # train_runtime begins anew where a run is resumed
         before = [0.0, *(step for step, _ in steps)]
         taken = sum(mean * (step - last) for (step, mean), last in zip(steps, before, strict=False))
-        found["time"] = f"{taken / 3600:.2f} hours" if taken >= 3600 else f"{taken:.0f} s"
+        figures["time"] = f"{taken / 3600:.2f} hours" if taken >= 3600 else f"{taken:.0f} s"
     if tokens := _known(run, "num_tokens"):
-        found["tokens"] = f"{tokens[-1][1]:,.0f}"
-    return found
+        figures["tokens"] = f"{tokens[-1][1]:,.0f}"
+    return figures

@@ -57,12 +57,12 @@ def embedded(content: object) -> str:
 def _table(rows: Sequence[Row], clip: int) -> dict[str, Any]:
     """Return prompts, each once, and rows with the index of their prompt."""
     prompts: dict[str, int] = {}
-    found = []
+    table_rows = []
     for row in rows:
         prompt, completion = clipped(row["prompt"][0], clip, row["prompt"][1]), row["completion"]
         shown = {"prompt": prompts.setdefault(prompt, len(prompts)), "length": completion[1]}
-        found.append({**row, **shown, "completion": clipped(completion[0], clip, completion[1])})
-    return {"prompts": list(prompts), "rows": found}
+        table_rows.append({**row, **shown, "completion": clipped(completion[0], clip, completion[1])})
+    return {"prompts": list(prompts), "rows": table_rows}
 
 
 def _sampled(run: RunFolder, most: int) -> tuple[list[Row], int, int]:
@@ -118,20 +118,20 @@ def _whole_groups(prompts: Sequence[str], most: int, seed: str) -> list[int]:
 
 def _reward_columns(file: pyarrow.Table, run: RunFolder) -> dict[str, str]:
     """Return the column of each reward, as TRL or `score` and `sample` name it; else all columns of floats."""
-    known = {
+    columns = {
         name: column for name in run.rewards for column in (name, f"rewards/{name}") if column in file.column_names
     }
-    known |= {name[len("rewards/") :]: name for name in file.column_names if name.startswith("rewards/")}
-    if known:
-        return known
+    columns |= {name[len("rewards/") :]: name for name in file.column_names if name.startswith("rewards/")}
+    if columns:
+        return columns
     return {f.name: f.name for f in file.schema if pyarrow.types.is_floating(f.type) and f.name not in _OWN}
 
 
 def _from_table(row: Mapping[str, Any], parts: Mapping[str, str], path: Path, weights: _Weights) -> Row:
     """Return what is shown of a completion; its reward is the weighted sum of the known scores."""
     scores = {name: _rounded(row[column]) for name, column in parts.items()}
-    known = {name: score for name, score in scores.items() if score is not None}
-    total = sum(score * (1.0 if (w := weights.get(name)) is None else w) for name, score in known.items())
+    scored = {name: score for name, score in scores.items() if score is not None}
+    total = sum(score * (1.0 if (w := weights.get(name)) is None else w) for name, score in scored.items())
     extras = {k: v for k, v in row.items() if k not in (*_OWN, *parts.values()) and v is not None}
     step = _rounded(row.get("step"))
     return {
@@ -139,7 +139,7 @@ def _from_table(row: Mapping[str, Any], parts: Mapping[str, str], path: Path, we
         "prompt": _kept(row["prompt"]),
         "completion": _kept("\n\n".join(filter(None, map(as_text, (row["completion"], row.get(BRANCHES)))))),
         "parts": {printable(name): score for name, score in scores.items()},
-        "reward": _rounded(total) if known else None,
+        "reward": _rounded(total) if scored else None,
         "advantage": _rounded(row.get("advantage")),
         "extras": {clipped(k, 80): clipped(as_text(v), 300) for k, v in list(extras.items())[:_EXTRAS]},
     }

@@ -80,8 +80,8 @@ class Curve:
     @property
     def constant(self) -> float | None:
         """The one value of all lines, as a picture can show it; None if there are several."""
-        found = {_rounded(value) for band in self.lines.values() for value in band.mean}
-        return next(iter(found)) if len(found) == 1 else None
+        values = {_rounded(value) for band in self.lines.values() for value in band.mean}
+        return next(iter(values)) if len(values) == 1 else None
 
 
 def curves(groups: Sequence[Group]) -> tuple[list[Curve], dict[str, str]]:
@@ -89,11 +89,11 @@ def curves(groups: Sequence[Group]) -> tuple[list[Curve], dict[str, str]]:
 
     Constant metrics, those equal to another and those above `MAX_OTHERS` are left out; the reward is always drawn.
     """
-    found = [group.series() for group in groups]
-    names = [name for name in dict.fromkeys(n for series in found for n in series) if not ONCE.fullmatch(name)]
+    by_group = [group.series() for group in groups]
+    names = [name for name in dict.fromkeys(n for series in by_group for n in series) if not ONCE.fullmatch(name)]
     shown, left_out, others = list[Curve](), dict[str, str](), 0
     for name, section in _sections(names).items():
-        curve = Curve(section, name, {i: series[name] for i, series in enumerate(found) if name in series})
+        curve = Curve(section, name, {i: series[name] for i, series in enumerate(by_group) if name in series})
         value, twin = curve.constant, next((other.name for other in shown if other.lines == curve.lines), None)
         if value is not None and name != REWARD:
             left_out[name] = f"{value:g}"
@@ -110,10 +110,10 @@ def curves(groups: Sequence[Group]) -> tuple[list[Curve], dict[str, str]]:
 def _sections(names: Sequence[str]) -> dict[str, str]:
     """Return the section of each name, in the order of the page."""
     patterns = ((section, pattern) for section, some in SECTIONS.items() for pattern in some)
-    found: dict[str, str] = {}
+    sections: dict[str, str] = {}
     for section, pattern in patterns:
-        found |= {name: section for name in names if name not in found and re.fullmatch(pattern, name)}
-    return found | {name: OTHERS for name in names if name not in found}
+        sections |= {name: section for name in names if name not in sections and re.fullmatch(pattern, name)}
+    return sections | {name: OTHERS for name in names if name not in sections}
 
 
 def banded(band: Band, points: int) -> Band:
@@ -178,8 +178,8 @@ def _rounded(value: float) -> float:
 
 
 def _at(steps: Sequence[float], values: Mapping[float, float]) -> list[float | None]:
-    known = (values.get(step, math.nan) for step in steps)
-    return [_rounded(value) if math.isfinite(value) else None for value in known]
+    at_steps = (values.get(step, math.nan) for step in steps)
+    return [_rounded(value) if math.isfinite(value) else None for value in at_steps]
 
 
 # One picture, in the colours of the page; `curves.js` has the same sizes and draws what is zoomed into.
@@ -209,8 +209,8 @@ def _svg(bands: Mapping[int, Band]) -> str:
 
 def _line(band: Band, x: _Place, y: _Place, colour: str, dash: str) -> Iterator[str]:
     """Yield the shapes of a line, whose gaps are where it is NaN."""
-    for known, points in groupby(zip(*band, strict=True), lambda point: math.isfinite(point[1])):
-        if not known:
+    for finite, points in groupby(zip(*band, strict=True), lambda point: math.isfinite(point[1])):
+        if not finite:
             continue
         part = list(points)
         if band.wide:

@@ -50,8 +50,8 @@ class RunFolder:
     @property
     def step(self) -> int:
         """The last known step."""
-        known = [row["step"] for row in self.log] + [int((self.finished or {}).get("step") or 0)]
-        return int(max(known))
+        steps = [row["step"] for row in self.log] + [int((self.finished or {}).get("step") or 0)]
+        return int(max(steps))
 
     @property
     def rewards(self) -> dict[str, float | None]:
@@ -59,7 +59,7 @@ class RunFolder:
         logged = (re.fullmatch("rewards/(.*)/mean", name) for row in self.log for name in row)
         on_record = ((re.fullmatch(r"rewards\.(.*)\.weight", key), value) for key, value in self.record.items())
         weights = {key[1]: value if isinstance(value, int | float) else None for key, value in on_record if key}
-        return dict.fromkeys(found[1] for found in logged if found) | weights
+        return dict.fromkeys(match[1] for match in logged if match) | weights
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -74,14 +74,14 @@ class RunFolder:
 
     def series(self) -> dict[str, Series]:
         """Return the logged metrics by name, in the order of the steps."""
-        found: dict[str, Series] = {}
+        series: dict[str, Series] = {}
         for row in sorted(self.log, key=lambda row: row["step"]):
             for name, value in row.items():
                 if name != "step" and (value is None or isinstance(value, int | float)):
-                    steps, values = found.setdefault(name, ([], []))
+                    steps, values = series.setdefault(name, ([], []))
                     steps.append(row["step"])
                     values.append(_number(value))
-        return {name: s for name, s in found.items() if not all(map(math.isnan, s[1]))}
+        return {name: s for name, s in series.items() if not all(map(math.isnan, s[1]))}
 
 
 def _number(value: float | None) -> float:
@@ -204,8 +204,8 @@ def _evaluations(folder: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
             continue
         figures = content.get("figures")
         pairs = figures.items() if isinstance(figures, Mapping) else ()
-        known = {n: f for n, f in pairs if isinstance(f, Mapping) and isinstance(f.get("mean"), int | float)}
-        if not known:
+        readable = {n: f for n, f in pairs if isinstance(f, Mapping) and isinstance(f.get("mean"), int | float)}
+        if not readable:
             notes.append(f"{EVALUATION}/{path.parent.name}/{path.name} holds no figures; it was left out.")
             continue
-        yield {**content, "figures": known, "set": str(content.get("set") or path.parent.name), "file": path.stem}
+        yield {**content, "figures": readable, "set": str(content.get("set") or path.parent.name), "file": path.stem}

@@ -48,8 +48,8 @@ class Calls:
         """Add the outcomes of the calls that were due."""
         after = self.outcomes[0].failure if len(self.due) > 1 else ""
         spent = sum(outcome.seconds for outcome in self.outcomes)
-        made = zip(self.due, outcomes, strict=True)
-        first, *others = (replace(outcome, rows=rows, after=after) for rows, outcome in made)
+        calls = zip(self.due, outcomes, strict=True)
+        first, *others = (replace(outcome, rows=rows, after=after) for rows, outcome in calls)
         self.outcomes = [replace(first, seconds=first.seconds + spent), *others]
         self.due = self._next(first) if first.failure and not others else []
 
@@ -95,32 +95,32 @@ class Call:
 def contained(spec: RewardSpec, cure: str, columns: Columns) -> Iterator[Call]:
     """Yield a call to make and complete; an exception becomes its outcome. `cure` is for a call that takes long."""
     callbacks, extras, metrics = logging_callbacks()
-    made, began = Call({**columns, **callbacks, **spec.kwargs}), time.monotonic()
+    call, began = Call({**columns, **callbacks, **spec.kwargs}), time.monotonic()
     try:
         with named(f"reward {spec.name!r}", cure):
-            yield made
-        outcome = Outcome(Status.SCORED, listed_rewards(made.values), extras, metrics)
+            yield call
+        outcome = Outcome(Status.SCORED, listed_rewards(call.values), extras, metrics)
     except NotRewards as error:
         outcome = Outcome(Status.MISSHAPEN, reason=str(error))
     except BaseException as error:  # the reward is the user's: it may raise anything
         if from_outside(error):
             raise
         outcome = Outcome(Status.FAILED, reason=traceback_tail(error))
-    made.outcome = replace(outcome, seconds=time.monotonic() - began)
+    call.outcome = replace(outcome, seconds=time.monotonic() - began)
 
 
 def call(spec: RewardSpec, cure: str, columns: Columns) -> Outcome:
     """Call a function in this process."""
-    with contained(spec, cure, columns) as made:
-        made.values = spec.callable(**made.arguments)
-    return made.outcome
+    with contained(spec, cure, columns) as pending:
+        pending.values = spec.callable(**pending.arguments)
+    return pending.outcome
 
 
 async def call_async(spec: RewardSpec, cure: str, columns: Columns) -> Outcome:
     """Call an async function in this process."""
-    with contained(spec, cure, columns) as made:
-        made.values = await awaited(spec.callable(**made.arguments))
-    return made.outcome
+    with contained(spec, cure, columns) as pending:
+        pending.values = await awaited(spec.callable(**pending.arguments))
+    return pending.outcome
 
 
 def lost(columns: Columns, error: Exception) -> Outcome:

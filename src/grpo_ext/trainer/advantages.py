@@ -162,13 +162,13 @@ class Advantages:
 
     def tokens(self, rollouts: RolloutBatch, seen: Mapping[str, Tensor], group: int) -> dict[str, Any]:
         """Return what the estimator sees of all processes: of tokens, of the turns of trajectories, of rows."""
-        asked, columns = self.objective.estimator_inputs, dict[str, Any]()
-        if "columns" in asked:
+        inputs, columns = self.objective.estimator_inputs, dict[str, Any]()
+        if "columns" in inputs:
             columns["columns"] = columns_of_groups(rollouts.rows, group, self.accelerator.num_processes)
         if not self.objective.sees_tokens:
             return columns
         tokens, width = {**seen}, seen["mask"].shape[1]
-        if "completion_ids" in asked and "completion_ids" not in seen:  # before they are padded
+        if "completion_ids" in inputs and "completion_ids" not in seen:  # before they are padded
             assert rollouts.generated is not None
             ids = [torch.tensor(row) for row in rollouts.generated.completion_ids]
             tokens["completion_ids"] = pad_sequence(ids, batch_first=True)
@@ -258,7 +258,7 @@ def turn_tensors(
         row[: len(tree.turns)] = torch.tensor(tree.turns, dtype=torch.long)
         states.append(torch.tensor([_number(state) for state in tree.states]))
         none = [0.0] * len(trajectory.turns)
-        rewards.append(torch.tensor([given or none for given in of_functions], dtype=torch.float64).T)
+        rewards.append(torch.tensor([of_function or none for of_function in of_functions], dtype=torch.float64).T)
     return {
         "turns": turns,
         "states": pad_sequence(states, batch_first=True, padding_value=-1),
@@ -273,14 +273,14 @@ def _number(state: Hashable) -> int:
 
 def _gathered(values: Mapping[str, Tensor], group: int, accelerator: Accelerator) -> dict[str, Tensor]:
     """Gather tensors [rows, ..., time] of each process as [groups, completions, ..., time] of all, on the CPU."""
-    found = {}
+    gathered = {}
     for name, tensor in values.items():
         if accelerator.num_processes > 1:
             index = PADDING.get(name, 0)
             padded = accelerator.pad_across_processes(tensor.to(accelerator.device), dim=-1, pad_index=index)
             tensor = accelerator.gather(padded.contiguous())
-        found[name] = tensor.cpu().unflatten(0, (-1, group))
-    return found
+        gathered[name] = tensor.cpu().unflatten(0, (-1, group))
+    return gathered
 
 
 def per_completion(advantages: Tensor, mask: Tensor | None) -> Float[Tensor, " completions"]:
@@ -333,10 +333,10 @@ def reward_figures(
 ) -> dict[str, float]:
     """Return TRL's figures of each reward and of a total, over the completions that were scored."""
     columns = {f"rewards/{name}/": column for name, column in zip(names, rewards.unbind(dim=1), strict=True)}
-    found = {"reward": total.nanmean().item(), "reward_std": nanstd(total).item()}
+    figures = {"reward": total.nanmean().item(), "reward_std": nanstd(total).item()}
     for name, column in columns.items():
-        found |= {f"{name}mean": column.nanmean().item(), f"{name}std": nanstd(column).item()}
-    return found
+        figures |= {f"{name}mean": column.nanmean().item(), f"{name}std": nanstd(column).item()}
+    return figures
 
 
 def group_shares(rewards: Float[Tensor, "groups completions functions"], names: Sequence[str]) -> dict[str, float]:
@@ -392,7 +392,7 @@ class AdvantageMonitor:
         """Return the values of each reward, and what to do."""
         rewards = torch.cat(self.rewards)
         columns, equal = rewards.flatten(0, 1).T, bool(zero_variance(rewards.transpose(1, 2).flatten(0, 1)).all())
-        given = ", ".join(f"{name} {_values(column, equal)}" for name, column in zip(self.names, columns, strict=True))
+        shown = ", ".join(f"{name} {_values(column, equal)}" for name, column in zip(self.names, columns, strict=True))
         why = "within every group all rewards were equal, so" if equal else "although rewards differ within groups,"
         differ = (
             "Rewards that cancel give no advantage, and advantage_estimator: pass_at_k gives none to a group with "
@@ -400,7 +400,7 @@ class AdvantageMonitor:
         )
         return (
             f"no signal in {PATIENCE} generations in a row: {why} every advantage was zero and no gradient came of "
-            f"them. Rewards of these {columns.shape[1]} completions: {given}. {'' if equal else differ}Read some of "
+            f"them. Rewards of these {columns.shape[1]} completions: {shown}. {'' if equal else differ}Read some of "
             "them (log_completions: true). A reward that is always 0 asks for what the model never writes: describe "
             "it in system_prompt, or raise max_completion_length if completions are cut off. A reward that is always "
             "1 needs harder prompts."
@@ -408,10 +408,10 @@ class AdvantageMonitor:
 
 
 def _values(column: Tensor, equal: bool) -> str:
-    known = sorted({value for value in column.tolist() if not math.isnan(value)})
+    values = sorted({value for value in column.tolist() if not math.isnan(value)})
     unscored = int(column.isnan().sum())
-    if not known:
+    if not values:
         return "None throughout (not scored)"
-    several = f"{known[0]:g} to {known[-1]:g}{', equal in each group' if equal else ''}"
-    given = f"{known[0]:g} throughout" if len(known) == 1 else several
-    return f"{given} ({unscored} not scored)" if unscored else given
+    several = f"{values[0]:g} to {values[-1]:g}{', equal in each group' if equal else ''}"
+    text = f"{values[0]:g} throughout" if len(values) == 1 else several
+    return f"{text} ({unscored} not scored)" if unscored else text

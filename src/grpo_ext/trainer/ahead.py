@@ -181,10 +181,10 @@ class RolloutsAhead:
         for version, weights in kept.weights.items():
             self.sampler.publish(version, weights)
         # a server has no older weights: what it had not finished, on any process, is sampled by those of now
-        known = list(takewhile(lambda its: its[1] is not None or its[0] in kept.weights, kept.generations))
+        usable = list(takewhile(lambda its: its[1] is not None or its[0] in kept.weights, kept.generations))
         if processes > 1:  # pushes are collective, so all processes need the same orders
-            known = known[: min(gather_object([len(known)]))]
-        versions = {first + i: version for i, (version, _) in enumerate(known)}
+            usable = usable[: min(gather_object([len(usable)]))]
+        versions = {first + i: version for i, (version, _) in enumerate(usable)}
         accumulation = args.gradient_accumulation_steps
         uses = int(args.steps_per_generation or 1) * args.num_iterations
         generations = math.ceil(hooks.state.max_steps * accumulation / uses)
@@ -193,7 +193,7 @@ class RolloutsAhead:
         source = PublishedWeights(self.sampler, waits=args.environment_waves == "turn")
         background = BackgroundWorker(self.worker.in_background(source))
         running = Running(schedule, islice(numbers, first, None), background)
-        for generation, (version, finished) in zip(versions, known, strict=True):
+        for generation, (version, finished) in zip(versions, usable, strict=True):
             if finished is None or not finished.scored:
                 # v_s was published, and this generation asked for, when generation s had been taken
                 published = version * uses // accumulation
@@ -235,10 +235,10 @@ class RolloutsAhead:
         prompts = copy.deepcopy([row["prompt"] for row in rows])
         ids = [] if self.worker.episode_runner is not None else hooks._tokenize_prompts(prompts)[0]
         attempts, limit = hooks.attempts_of(generation, count), int(self.hooks.args.max_completion_length or 0)
-        known = [row for row in state.log_history if row.get("step", 0) <= step]
+        history = [row for row in state.log_history if row.get("step", 0) <= step]
         supports = scores_over_support(hooks.args)
         request = RolloutRequest(rows, prompts, ids, attempts, limit, version, step, supports=supports)
-        queued = Asked(request, replace(state, global_step=step, log_history=known))
+        queued = Asked(request, replace(state, global_step=step, log_history=history))
         running.asked[generation] = queued, running.background.submit(queued, finished)
 
     def _take(self, running: Running, generation: int, rows: Rows) -> RolloutBatch:

@@ -156,28 +156,28 @@ class ReferenceCheck:
         starts = first is None and begins
         with entered_alike(moved(policy) if starts and initial is not None else nullcontext()):
             with entered_alike(nullcontext() if initial is None else initial.replacing(policy)):
-                self.first = found = self.score(reference)
+                self.first = reference_logps = self.score(reference)
             scores = [self.score(model) for _ in range(2 * starts)]
         check = partial(compare, model=policy, half=self.half)
         with failing_alike():
             if first is not None:
-                check(found, first, "the reference has moved since the start")
+                check(reference_logps, first, "the reference has moved since the start")
         if starts:
             logps = self.score(model)
             with failing_alike():
                 check(scores[0], scores[1], "each forward draws its own noise, also without dropout")
-                check(found, logps, "the reference is not the policy before the first step")
+                check(reference_logps, logps, "the reference is not the policy before the first step")
 
 
-def compare(logps: Tensor, expected: Tensor, found: str, *, model: Any, half: bool) -> None:
-    """Compare log-probabilities with what they should be; `found` names the fault where they differ.
+def compare(logps: Tensor, expected: Tensor, fault: str, *, model: Any, half: bool) -> None:
+    """Compare log-probabilities with what they should be; `fault` names the fault where they differ.
 
     Raises:
         ConfigError: they differ by more than rounding explains, in half precision if `half`.
     """
     distance = (logps.float() - expected.float()).abs().max().item()
     if distance > (HALF if half else TOLERANCE):  # NaN is named by the check of the batch
-        reason = f"{found}: log-probabilities differ by up to {distance:.2g} nats"
+        reason = f"{fault}: log-probabilities differ by up to {distance:.2g} nats"
         raise ConfigError([Problem("model", kind(model), reason, _CURE)])
 
 
@@ -205,12 +205,12 @@ def kind(model: Any) -> str:
     return next((adapter.peft_type.value for adapter in adapters), type(model).__name__)
 
 
-def made_up_logps(scorer: Scorer, made: tuple[Any, PreTrainedConfig, torch.device], model: nn.Module) -> Tensor:
-    """Return log-probabilities of rows `made` up for a tokenizer, by TRL's forward without dropout; collective.
+def made_up_logps(scorer: Scorer, rows_for: tuple[Any, PreTrainedConfig, torch.device], model: nn.Module) -> Tensor:
+    """Return log-probabilities of rows made up for a tokenizer, by TRL's forward without dropout; collective.
 
     The way in which rows are scored may be chosen between two calls, and TRL's own is the same in both.
     """
-    (tokenizer, config, device), dropout = made, active_dropout(model)
+    (tokenizer, config, device), dropout = rows_for, active_dropout(model)
     ids = made_up(tokenizer, config.get_text_config().vocab_size, device)
     with scorer.forward_only(), in_evaluation(model) if dropout else nullcontext(), failing_alike():
         return scored(scorer.trl, model, ids)

@@ -18,14 +18,14 @@ def parse(body: bytes) -> ChatRequest:
     Raises:
         Refused: it is malformed, or asks for what the policy's sampler cannot do.
     """
-    given = settings_of(body)
-    turns = given.get("messages")
+    settings = settings_of(body)
+    turns = settings.get("messages")
     turns = list(enumerate(turns)) if isinstance(turns, list) else []
     chat = [message for i, turn in turns for message in _turns(turn, f"messages[{i}]")]
     if chat and chat[-1]["role"] == "assistant":
         raise Refused("the last message is the model's, and no answer continues one", "unsupported_content")
-    system = [{"role": "system", "content": text}] if chat and (text := given.get("system")) else []
-    return request_of(given, [*system, *chat], "max_tokens", stop=stops_of(given.get("stop_sequences")))
+    system = [{"role": "system", "content": text}] if chat and (text := settings.get("system")) else []
+    return request_of(settings, [*system, *chat], "max_tokens", stop=stops_of(settings.get("stop_sequences")))
 
 
 def _turns(message: object, where: str) -> Iterator[Message]:
@@ -100,15 +100,15 @@ def _ended(reply: Reply) -> dict[str, Any]:
 
 
 def _blocks(reply: Reply, number: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     if reply.thinking:
-        found.append({"type": "thinking", "thinking": reply.thinking, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": reply.thinking, "signature": ""})
     if reply.text or not reply.calls:
-        found.append({"type": "text", "text": reply.text})
+        blocks.append({"type": "text", "text": reply.text})
     for i, (name, arguments) in enumerate(reply.calls):
-        given = arguments if isinstance(arguments, dict) else {"": arguments}
-        found.append({"type": "tool_use", "id": f"toolu_{number}_{i}", "name": name, "input": given})
-    return found
+        tool_input = arguments if isinstance(arguments, dict) else {"": arguments}
+        blocks.append({"type": "tool_use", "id": f"toolu_{number}_{i}", "name": name, "input": tool_input})
+    return blocks
 
 
 def _empty(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -26,15 +26,15 @@ def parse_tests(tests: object) -> list[Any]:
         return []
     decoded = _decode(tests) if isinstance(tests, str) else tests
     listed: Any = _pairs(decoded) if isinstance(decoded, Mapping) else decoded
-    found: list[Any] = []
+    parsed: list[Any] = []
     if isinstance(listed, list | tuple):
         if all(isinstance(t, str) and t.strip() for t in listed):
-            found = _programs(listed)
+            parsed = _programs(listed)
         elif all(map(_is_pair, listed)):
-            found = list(listed)
-    if not found:
+            parsed = list(listed)
+    if not parsed:
         logger.warning("tests are neither Python that asserts something nor pairs of input and output: %.200r", tests)
-    return found
+    return parsed
 
 
 def _decode(text: str) -> Any:
@@ -53,7 +53,7 @@ def _pairs(tests: Pair) -> list[Pair]:
     if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
         return []
     pairs = zip(map(_joined, inputs), map(_joined, outputs), strict=True)
-    return [{**tests, "input": given, "output": wanted} for given, wanted in pairs]
+    return [{**tests, "input": text, "output": wanted} for text, wanted in pairs]
 
 
 def _joined(lines: object) -> object:
@@ -125,8 +125,8 @@ def _builtin_under_test(trees: Sequence[ast.Module]) -> str:
 
     It depends only on the tests: a program that could choose would choose a builtin that the tests judge by.
     """
-    asked = {name for name in _loaded(trees) if not name.startswith("__")} - set(_bound(trees))
-    return next(iter(asked)) if len(asked) == 1 and asked <= set(dir(builtins)) - _INDIRECT else ""
+    names = {name for name in _loaded(trees) if not name.startswith("__")} - set(_bound(trees))
+    return next(iter(names)) if len(names) == 1 and names <= set(dir(builtins)) - _INDIRECT else ""
 
 
 def _loaded(trees: Sequence[ast.Module]) -> set[str]:

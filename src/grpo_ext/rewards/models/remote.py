@@ -112,8 +112,8 @@ class _Form:
 
     def __post_init__(self) -> None:
         if self.protocol not in get_args(Protocol):
-            known = did_you_mean(str(self.protocol), get_args(Protocol))
-            raise OptionError("protocol", self.protocol, "no such protocol", known)
+            cure = did_you_mean(str(self.protocol), get_args(Protocol))
+            raise OptionError("protocol", self.protocol, "no such protocol", cure)
         judge = self.protocol == "openai_judge"
         for name, fits in (
             ("template", self.protocol != "score"),
@@ -132,15 +132,15 @@ class _Form:
                 object.__setattr__(self, "score_range", self.score_range or JUDGE_RANGE)
         object.__setattr__(self, "fields", _fields(self.template or ""))
 
-    def batch_size(self, asked: int | None) -> int:
+    def batch_size(self, batch_size: int | None) -> int:
         """Return the number of completions per request."""
         batches = self.protocol == "score" or (self.protocol != "openai_judge" and self.template is not None)
-        if asked is not None and not batches:
+        if batch_size is not None and not batches:
             cure = "Remove it." if self.protocol == "openai_judge" else "Remove it, or set a template."
-            raise OptionError("batch_size", asked, f"protocol {self.protocol!r} sends one chat per request", cure)
-        if asked is not None and asked < 1:
-            raise OptionError("batch_size", asked, "must be 1 or more", "Set batch_size >= 1.")
-        return (asked or 16) if batches else 1
+            raise OptionError("batch_size", batch_size, f"protocol {self.protocol!r} sends one chat per request", cure)
+        if batch_size is not None and batch_size < 1:
+            raise OptionError("batch_size", batch_size, "must be 1 or more", "Set batch_size >= 1.")
+        return (batch_size or 16) if batches else 1
 
     def rows(
         self, prompts: Sequence[Completion], completions: Sequence[Completion], columns: Mapping[str, Any]
@@ -180,10 +180,10 @@ class _Form:
         """
         if self.protocol == "openai_judge":
             text = content_text(answer["choices"][0]["message"]["content"])
-            found = re.findall(self.pattern or JUDGE_PATTERN, text)
+            numbers = re.findall(self.pattern or JUDGE_PATTERN, text)
             low, high = self.score_range or (-math.inf, math.inf)
-            given = float(found[-1]) if found else math.nan
-            values = [min(max(given, low), high) if math.isfinite(given) else None]
+            number = float(numbers[-1]) if numbers else math.nan
+            values = [min(max(number, low), high) if math.isfinite(number) else None]
         else:
             items = sorted(answer["data"], key=lambda item: item["index"])
             if [item["index"] for item in items] != list(range(count)):

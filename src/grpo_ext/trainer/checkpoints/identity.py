@@ -149,9 +149,9 @@ def _portable(value: Any) -> Any:
 
 def _engine(args: GRPOExtConfig) -> str:
     """Return the engine that shards the model, which determines the format of checkpoints."""
-    found = {name for name in ("fsdp", "deepspeed") if os.environ.get(f"ACCELERATE_USE_{name.upper()}") == "true"}
-    found |= {name for name in ("fsdp", "deepspeed") if getattr(args, name)}
-    return " and ".join(sorted(found)) or "none"
+    engines = {name for name in ("fsdp", "deepspeed") if os.environ.get(f"ACCELERATE_USE_{name.upper()}") == "true"}
+    engines |= {name for name in ("fsdp", "deepspeed") if getattr(args, name)}
+    return " and ".join(sorted(engines)) or "none"
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -208,7 +208,7 @@ def changes(there: Record, here: Record) -> Changes:
     A key that only one record has counts as its default; if only one of them is a recipe's, only common keys count.
     Secrets are neither recorded nor compared.
     """
-    there, here, found = redacted(there), redacted(here), Changes()
+    there, here, compared = redacted(there), redacted(here), Changes()
     both = there.get("of_recipe") == here.get("of_recipe")
     keys = (there.keys() | here.keys()) if both else (there.keys() & here.keys())
     differing = sorted(key for key in keys - {"of_recipe"} if not _equal(key, there, here))
@@ -221,13 +221,13 @@ def changes(there: Record, here: Record) -> Changes:
     for key in (key for key in differing if key not in derived):
         effect = change_of(key)
         if effect not in allowed:
-            found.refused.append(_refused(key, there, here))
+            compared.refused.append(_refused(key, there, here))
         else:
             text = f"{key} {_value(key, there)!r} -> {_value(key, here)!r}"
-            found.by_effect[Change.NOTHING if effect is Change.MODEL else effect].append(text)
-    if derived and not found.refused:  # the same settings mean another loss in another version
-        found.refused.extend(_refused(key, there, here) for key in derived)
-    return found
+            compared.by_effect[Change.NOTHING if effect is Change.MODEL else effect].append(text)
+    if derived and not compared.refused:  # the same settings mean another loss in another version
+        compared.refused.extend(_refused(key, there, here) for key in derived)
+    return compared
 
 
 def _refused(key: str, there: Record, here: Record) -> str:
@@ -271,12 +271,12 @@ def changes_since(checkpoint: str | Path, here: Record) -> Changes | None:
         ConfigError: the run cannot resume with them.
     """
     try:
-        found = changes(read_json(Path(checkpoint) / RECIPE_FILE), here)
+        since = changes(read_json(Path(checkpoint) / RECIPE_FILE), here)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError) as error:
         problem = Problem(str(checkpoint), ABSENT, f"its {RECIPE_FILE} cannot be read ({error})", "Name another one.")
         raise ConfigError([problem]) from error
-    if found.refused:
-        raise found.refusal(checkpoint)
-    return found
+    if since.refused:
+        raise since.refusal(checkpoint)
+    return since

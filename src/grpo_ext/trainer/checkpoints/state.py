@@ -82,11 +82,11 @@ def read(folder: Path, rank: int, device: torch.device, split: list[int]) -> dic
     """Return this process's state; None, with a warning, if the checkpoint was made by another split; collective."""
     path = _file(folder, rank)
     state = torch.load(path, map_location=device, weights_only=True) if path.exists() else {}
-    found = everywhere(state.get("split") == split)
-    if all(found):
+    same_split = everywhere(state.get("split") == split)
+    if all(same_split):
         return state
-    if rank == 0 and any(found):
-        missing = ", ".join(str(rank) for rank, has in enumerate(found) if not has)
+    if rank == 0 and any(same_split):
+        missing = ", ".join(str(rank) for rank, has in enumerate(same_split) if not has)
         logger.warning(
             f"{folder} has no state of ranks {missing} where they run now: the machines have come back in another "
             "order. Random streams and, inside of a generation, completions are new ones from here on; weights, "
@@ -129,9 +129,9 @@ def stateful(callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:
 def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback]) -> None:
     """Restore the attributes of stateful callbacks."""
     saved: Any = state.stateful_callbacks or {}
-    found = stateful(callbacks)
-    for name in {type(callback).__name__ for callback in found} & saved.keys():
-        alike = [callback for callback in found if type(callback).__name__ == name]
+    restorable = stateful(callbacks)
+    for name in {type(callback).__name__ for callback in restorable} & saved.keys():
+        alike = [callback for callback in restorable if type(callback).__name__ == name]
         entries = saved[name] if isinstance(saved[name], list) else [saved[name]]
         for callback, entry in zip(alike, entries[-len(alike) :], strict=False):
             vars(callback).update(entry.get("attributes", {}))
@@ -174,10 +174,10 @@ def load_renamed(model: PreTrainedModel, folder: Path, missing: Sequence[str]) -
     widest = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
     reading: dict[str, Any] = {"dtype": widest, "ignore_mismatched_sizes": True, "output_loading_info": True}
     kind: Any = type(model)
-    saved, found = kind.from_pretrained(folder, config=model.config, **reading)
+    saved, loading_info = kind.from_pretrained(folder, config=model.config, **reading)
     problems = []
     for word in ("missing", "unexpected", "mismatched"):
-        if names := sorted(key if isinstance(key, str) else key[0] for key in found[f"{word}_keys"]):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in loading_info[f"{word}_keys"]):
             reason = f"it has {len(names)} {word} weights: {', '.join(names[:3])}{', ...' if names[3:] else ''}"
             cure = f"Resume a run of {kind.__name__} from one of its own checkpoints."
             problems.append(Problem("resume_from_checkpoint", str(folder), reason, cure))

@@ -21,7 +21,7 @@ def no_signal(history: History) -> str:
     if not values or min(values) < 1 or len(values) < (1 if history.complete else TREND):
         return ""
     beside = ((name, known_of(history.columns.get(name, []))) for name in ("reward", "groups/all_wrong", CUT))
-    beside_it = ", ".join(f"{name} {span(found)}" for name, found in beside if found)
+    beside_it = ", ".join(f"{name} {span(column)}" for name, column in beside if column)
     return f"{ZERO_VARIANCE} 1 in all {len(values)} logs; {beside_it}"
 
 
@@ -77,16 +77,16 @@ def not_held_out(history: History) -> str:
         return ""
     before, after = fmean(rewards[:count]), fmean(rewards[-count:])
     climbed = (after - before) / fmean(spreads[:count])
-    ends = [(name, found, history.evaluations.get(f"{name}_high", [])) for name, found in history.evaluations.items()]
-    shares = [(name, found[0], found[-1], high[-1]) for name, found, high in ends if high and len(found) > 1]
+    ends = [(name, means, history.evaluations.get(f"{name}_high", [])) for name, means in history.evaluations.items()]
+    shares = [(name, means[0], means[-1], high[-1]) for name, means, high in ends if high and len(means) > 1]
     shares = [share for share in shares if share[1] <= _ROOM]
     # deviations of single completions, not below that of a share of one in a hundred
     deviations = [math.sqrt(max(first * (1 - first), 0.0099)) for _, first, _, _ in shares]
     rises = [high - first for _, first, _, high in shares]
     if climbed < _CLIMBED or any(rise > climbed / 3 * d for rise, d in zip(rises, deviations, strict=True)):
         return ""
-    found = [f"{name} {first:.3g} to {last:.3g} (at most {high:.3g})" for name, first, last, high in shares]
-    return f"reward {before:.3g} to {after:.3g}; {', '.join(found)}" if found else ""
+    texts = [f"{name} {first:.3g} to {last:.3g} (at most {high:.3g})" for name, first, last, high in shares]
+    return f"reward {before:.3g} to {after:.3g}; {', '.join(texts)}" if texts else ""
 
 
 def agent_fails(history: History) -> str:

@@ -48,12 +48,12 @@ def later_turns(
 
 def depths(parents: Int[Tensor, "rows time"]) -> Int[Tensor, "rows time"]:
     """Return the place of each token behind the prompt in its own context: 0 for the first, and inside the prompt."""
-    found = (_before(parents) + 1).repeat(len(parents), 1)
+    places = (_before(parents) + 1).repeat(len(parents), 1)
     for row, column in (parents != _before(parents)).nonzero().tolist():
         parent = int(parents[row, column])
-        depth = int(found[row, parent]) + 1 if parent >= 0 else parent + 1
-        found[row, column:] += depth - found[row, column]
-    return found.clamp(min=0)
+        depth = int(places[row, parent]) + 1 if parent >= 0 else parent + 1
+        places[row, column:] += depth - places[row, column]
+    return places.clamp(min=0)
 
 
 def _before(parents: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def _before(parents: Tensor) -> Tensor:
 
 
 def by_place(
-    values: Tensor, known: Tensor, later: Tensor | None, parents: Tensor | None = None
+    values: Tensor, counted: Tensor, later: Tensor | None, parents: Tensor | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return values and masks of each place, always all of them, so that sums of different batches add up.
 
@@ -72,11 +72,11 @@ def by_place(
         parents: as of `later_turns`.
     """
     if parents is None:
-        found = {name: (values[:, first:end], known[:, first:end]) for name, (first, end) in DEPTHS.items()}
+        by_name = {name: (values[:, first:end], counted[:, first:end]) for name, (first, end) in DEPTHS.items()}
     else:
         depth = depths(parents)
         inside = {name: (depth >= first) & (depth < (end or torch.inf)) for name, (first, end) in DEPTHS.items()}
-        found = {name: (values, known & here) for name, here in inside.items()}
-    later = torch.zeros_like(known) if later is None else later.bool()
-    several = known & later.any(dim=1, keepdim=True)
-    return found | {FIRST_TURN: (values, several & ~later), LATER_TURNS: (values, several & later)}
+        by_name = {name: (values, counted & here) for name, here in inside.items()}
+    later = torch.zeros_like(counted) if later is None else later.bool()
+    several = counted & later.any(dim=1, keepdim=True)
+    return by_name | {FIRST_TURN: (values, several & ~later), LATER_TURNS: (values, several & later)}

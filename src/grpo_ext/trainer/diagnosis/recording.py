@@ -91,15 +91,15 @@ def token_figures(
     policy, sampler = _logps_before(inputs)
     if policy is None or sampler is None:
         return figures
-    known = computed.bool() & ~sampler.isnan()
-    difference = torch.where(known, sampler - policy, 0.0)
+    counted = computed.bool() & ~sampler.isnan()
+    difference = torch.where(counted, sampler - policy, 0.0)
     distance = difference.abs()
-    places = by_place(distance, known, inputs.get("later_turns"), inputs.get(PARENTS))
-    figures |= {MISMATCH: (distance, known), **places}
-    figures["sampling/bias"] = difference, known
+    places = by_place(distance, counted, inputs.get("later_turns"), inputs.get(PARENTS))
+    figures |= {MISMATCH: (distance, counted), **places}
+    figures["sampling/bias"] = difference, counted
     log_ratio = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    figures["sampling/mismatch_kl"] = log_ratio.expm1() - log_ratio, known
-    figures["sampling/chi2"] = log_ratio.expm1().square(), known
+    figures["sampling/mismatch_kl"] = log_ratio.expm1() - log_ratio, counted
+    figures["sampling/chi2"] = log_ratio.expm1().square(), counted
     return figures
 
 
@@ -120,12 +120,12 @@ def log_weights(
     policy, sampler = _logps_before(inputs)
     if policy is not None and sampler is not None:
         pairs["sampling/ess_completions"] = policy, sampler, computed & ~sampler.isnan()
-    found = {}
+    weights = {}
     for name, (above, below, counted) in pairs.items():
         wide = widest(above.device)
         log_ratio = (above.to(wide) - below.to(wide)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        found[name] = torch.where(counted, log_ratio, 0.0).sum(dim=1), counted.any(dim=1)
-    return found
+        weights[name] = torch.where(counted, log_ratio, 0.0).sum(dim=1), counted.any(dim=1)
+    return weights
 
 
 def add_ess(metrics: MutableMapping[str, list[float]]) -> None:
@@ -154,8 +154,8 @@ def row_record(
     groups = [(first + i) // group - first // group for i in range(count)]
     seen: dict[tuple[int, ...], int] = {}
     texts = [seen.setdefault((of, *ids), len(seen)) for of, ids in zip(groups, completion_ids, strict=True)]
-    known = [texts, groups, [len(ids) for ids in completion_ids]]
-    columns = torch.tensor(known, dtype=torch.float64).T
+    lists = [texts, groups, [len(ids) for ids in completion_ids]]
+    columns = torch.tensor(lists, dtype=torch.float64).T
     return torch.cat([columns, total[mine, None], rewards[mine].double()], dim=1)[..., None]
 
 
@@ -197,11 +197,11 @@ def row_sums(batches: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[st
 
 def _less_means(values: Sequence[float], groups: Sequence[float]) -> list[float]:
     """Subtract from values the mean of their group; 0 for unscored rows."""
-    known: dict[float, list[float]] = {}
+    by_group: dict[float, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
         if value == value:
-            known.setdefault(group, []).append(value)
-    means = {group: sum(scored) / len(scored) for group, scored in known.items()}
+            by_group.setdefault(group, []).append(value)
+    means = {group: sum(scored) / len(scored) for group, scored in by_group.items()}
     return [value - means[group] if value == value else 0.0 for value, group in zip(values, groups, strict=True)]
 
 
@@ -235,14 +235,14 @@ def log_rows(
         return
     sums = row_sums(batches, names)
     if by_turn:
-        sums = {name: found for name, found in sums.items() if not name.endswith(("/of_reward", "/of_advantage"))}
-    flat = [x for found in sums.values() for x in found]
+        sums = {name: values for name, values in sums.items() if not name.endswith(("/of_reward", "/of_advantage"))}
+    flat = [x for values in sums.values() for x in values]
     if accelerator.num_processes > 1:
         here = torch.tensor(flat, dtype=torch.float64, device=accelerator.device)
         flat = accelerator.reduce(here, reduction="sum").tolist()
     total = iter(flat)
-    for name, found in sums.items():
-        value = _mean_or_correlation(*(next(total) for _ in found))
+    for name, values in sums.items():
+        value = _mean_or_correlation(*(next(total) for _ in values))
         if value is not None:
             metrics[name].append(value)
 

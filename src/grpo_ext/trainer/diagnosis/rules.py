@@ -27,8 +27,8 @@ class Rule:
 
     def missing(self, logged: Iterable[str]) -> list[str]:
         """Metrics of this rule that a log does not have."""
-        known = {_generic(name) for name in logged}
-        return [figure for figure in self.figures if figure not in known]
+        logged_names = {_generic(name) for name in logged}
+        return [figure for figure in self.figures if figure not in logged_names]
 
 
 def _generic(name: str) -> str:
@@ -69,21 +69,21 @@ class Doctor:
         return self._ask(step)
 
     def _ask(self, step: int) -> list[Finding]:
-        found = []
+        findings = []
         for rule in RULES:
             if rule.name not in self.named and (text := rule.shown_by(self.history)):
                 self.named.add(rule.name)
-                found.append(Finding(rule, step, text))
-        return found
+                findings.append(Finding(rule, step, text))
+        return findings
 
 
 def diagnose(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
     """Return the faults that a log shows, in order of their steps."""
-    doctor, step, found = Doctor(), 0, list[Finding]()
+    doctor, step, findings = Doctor(), 0, list[Finding]()
     for row in rows:
-        found += doctor.read(row)
+        findings += doctor.read(row)
         step = int(row.get("step", step))
-    return found + doctor.end(step)
+    return findings + doctor.end(step)
 
 
 RULES: tuple[Rule, ...] = (
