@@ -16,9 +16,9 @@ def temporary_cache() -> Path | None:
     folder = Path(tempfile.gettempdir(), f"grpo_ext-{os.getuid() if hasattr(os, 'getuid') else 'user'}")
     if not writable(folder, mode=0o700):
         return None
-    found = folder.lstat()  # of a link too
-    ours = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
-    return folder if stat.S_ISDIR(found.st_mode) and ours else None
+    status = folder.lstat()  # of a link too
+    ours = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
+    return folder if stat.S_ISDIR(status.st_mode) and ours else None
 
 
 def writable(folder: Path, mode: int = 0o777) -> bool:

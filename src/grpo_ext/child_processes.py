@@ -129,8 +129,8 @@ def kill_group(process: "subprocess.Popen[bytes]", grace: float = 0.0) -> int:
 def describe_exit(code: int) -> str:
     """Return how a process with this exit code ended."""
     if code < 0:
-        known = {number.value: number.name for number in signal.Signals}
-        return f"it was killed by {known.get(-code, f'signal {-code}')}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"it was killed by {names.get(-code, f'signal {-code}')}"
     return f"it ended with exit code {code}"
 
 

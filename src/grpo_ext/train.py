@@ -104,8 +104,8 @@ def init_kwargs(recipe: Recipe) -> dict[str, Any]:
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
     }
-    given = {name: value for name, value in options.items() if value is not None}
-    return {**given, **as_mapping(recipe.training.model_init_kwargs)}
+    set_options = {name: value for name, value in options.items() if value is not None}
+    return {**set_options, **as_mapping(recipe.training.model_init_kwargs)}
 
 
 def _record(recipe: Recipe) -> dict[str, Any]:

@@ -52,11 +52,11 @@ def end_children(but: Collection[int] = (), seconds: float = ENDING_SECONDS) -> 
     """
     end = time.monotonic() + seconds
     while True:
-        for child in (found := [child for child in children() if child not in but]):
+        for child in (alive := [child for child in children() if child not in but]):
             kill_with_group(child)
             with suppress(ChildProcessError):  # reaped by another
                 os.waitpid(child, os.WNOHANG)
-        if not found:
+        if not alive:
             return True
         if time.monotonic() > end:
             return False

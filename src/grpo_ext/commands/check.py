@@ -48,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
         try:
             recipe = load_recipe(options.keys, preflight)
         finally:
-            if found := sorted(set(imported[before:])):
-                print(f"check has imported code that the recipe names: {', '.join(found)}")
+            if modules := sorted(set(imported[before:])):
+                print(f"check has imported code that the recipe names: {', '.join(modules)}")
         if recipe.training.use_cpu and launch.config and is_fsdp(launch.config):
             raise ConfigError([fsdp_on_cpu(f"accelerate_config={launch.config.stem} with use_cpu")])
         print_sections(plan(recipe, preflight, launch))
@@ -164,8 +164,8 @@ def _memory(recipe: Recipe, preflight: Preflight, engine: Engine) -> Section:
     if (limit := recipe.training.micro_batch_tokens) is not None:
         rows.append(("micro_batch_tokens", f"a forward has at most {limit} tokens, or one completion with its prompt"))
     fit = fitting(recipe, policy, preflight.longest_prompt, engine)
-    found = too_large(recipe, parts, fit), too_many(recipe, size)
-    return [*rows, *(("Warning", str(problem)) for problem in found if problem is not None)]
+    warnings = too_large(recipe, parts, fit), too_many(recipe, size)
+    return [*rows, *(("Warning", str(problem)) for problem in warnings if problem is not None)]
 
 
 def _check_server(recipe: Recipe) -> int:

@@ -32,8 +32,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     for name in LIBRARIES:
         yield name, _version(name) or "not installed"
-    found = ((name, _version(name)) for name in (*ENGINES, *_EXTRAS))
-    yield "extras", ", ".join(f"{name} {version}" for name, version in found if version) or "none"
+    extras = ((name, _version(name)) for name in (*ENGINES, *_EXTRAS))
+    yield "extras", ", ".join(f"{name} {version}" for name, version in extras if version) or "none"
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield "CPU", _cpu()
     yield "memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"

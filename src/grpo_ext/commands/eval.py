@@ -92,12 +92,12 @@ def _sets(recipe: Recipe, options: argparse.Namespace) -> list[EvalSet]:
     temperature, plays = recipe.training.temperature, any_pays(recipe.environments)
     test_split = EvalSet("test", rewards=recipe.rewards, samples=SAMPLES, temperature=temperature, plays=plays)
     sets = [dataclasses.replace(chosen, **changes) for chosen in recipe.eval_sets or [test_split]]
-    if found := [
+    if problems := [
         dataclasses.replace(problem, field=f"{chosen.name}.{problem.field}")
         for chosen in sets
         for problem in problems_of(chosen)
     ]:
-        raise ConfigError(found)
+        raise ConfigError(problems)
     return sets
 
 
@@ -136,9 +136,9 @@ def _evaluate_one(options: argparse.Namespace) -> None:
         trainer = sampler(recipe, most, folder, rows)
     try:
         for chosen in sets:
-            found = _evaluate_set(trainer, chosen, recipe, model, _file(recipe, options, chosen, model))
+            evaluation = _evaluate_set(trainer, chosen, recipe, model, _file(recipe, options, chosen, model))
             if trainer.accelerator.is_main_process and not options.one_of_several:
-                show(table([found]))
+                show(table([evaluation]))
     finally:
         trainer.close_rewards()
 
@@ -149,11 +149,11 @@ def _evaluate_set(trainer: GRPOExtTrainer, chosen: EvalSet, recipe: Recipe, mode
     kept = file.with_name(f"{file.stem}_samples.jsonl")
     rows = rows_of(chosen, recipe, trainer._tokenizer)
     samples = evaluate(trainer, chosen, rows, kept=kept, identity=identity, workers=recipe.script.reward_workers)
-    found = result(chosen, samples, model=model or path)
+    evaluation = result(chosen, samples, model=model or path)
     if trainer.accelerator.is_main_process:
-        found.write(file)
+        evaluation.write(file)
         print(f"{file}: figures; {kept.name}: samples.")
-    return found
+    return evaluation
 
 
 def _weights(model: str) -> list[tuple[str, int, int]]:

@@ -84,8 +84,8 @@ def blocks(training: GRPOExtArguments, shape: Shape, dtype: str | None, paramete
     """Return how many weights a rollout on a CPU multiplies in blocks: those of linear layers in bfloat16."""
     grouped = training.rollout_engine_resolved != "generate" and not training.use_transformers_continuous_batching
     long = int(training.max_completion_length or 0) >= WORTH
-    made = training.use_cpu and grouped and long and dtype == "bfloat16" and (is_for_another(training) or can_block())
-    return parameters - (0 if shape.tied else shape.head) if made else 0
+    used = training.use_cpu and grouped and long and dtype == "bfloat16" and (is_for_another(training) or can_block())
+    return parameters - (0 if shape.tied else shape.head) if used else 0
 
 
 def _engine(training: GRPOExtArguments, weights: int) -> int:
@@ -94,8 +94,8 @@ def _engine(training: GRPOExtArguments, weights: int) -> int:
         return 0
     device = device_memory(training)
     if training.use_cpu or device is None:
-        given = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-        return weights + (int(given) if given.isdecimal() else 1) * 2**30
+        cache_space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+        return weights + (int(cache_space) if cache_space.isdecimal() else 1) * 2**30
     return int(training.vllm_gpu_memory_utilization * device)
 
 

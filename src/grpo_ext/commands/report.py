@@ -23,19 +23,19 @@ def run(options: argparse.Namespace) -> int:
 
 def _diagnose(options: argparse.Namespace) -> int:
     """Print the findings; return 0 without findings, 1 with findings."""
-    (found,) = read_runs([options.run])
-    logged = {name for row in found.log for name in row if name in OF_UPDATES or "reward" in row}
+    (run_folder,) = read_runs([options.run])
+    logged = {name for row in run_folder.log for name in row if name in OF_UPDATES or "reward" in row}
     unchecked = {rule.name: missing for rule in RULES if (missing := rule.missing(logged))}
     checked = {rule.name: list(rule.figures) for rule in RULES if rule.name not in unchecked}
     if not logged:
         reason = f"no log of a training step was found in {METRICS_FILE}"
-        cure = " ".join(["Name the output_dir of a run that has logged (logging_steps).", *found.notes])
-        raise ConfigError([Problem(str(found.folder), ABSENT, reason, cure)])
+        cure = " ".join(["Name the output_dir of a run that has logged (logging_steps).", *run_folder.notes])
+        raise ConfigError([Problem(str(run_folder.folder), ABSENT, reason, cure)])
     if options.json:
-        print(json.dumps(_plain(found, checked, unchecked), indent=2))
+        print(json.dumps(_plain(run_folder, checked, unchecked), indent=2))
     else:
-        print("\n".join(_lines(found, checked, unchecked)))
-    return 1 if found.findings else 0
+        print("\n".join(_lines(run_folder, checked, unchecked)))
+    return 1 if run_folder.findings else 0
 
 
 def _plain(run: RunFolder, checked: _Metrics, unchecked: _Metrics) -> dict[str, object]:

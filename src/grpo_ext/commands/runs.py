@@ -67,11 +67,11 @@ class Trained:
         """Return options of `generate`: those of the training rollouts, or the model's own."""
         if not self.record:
             return {"max_new_tokens": 512}
-        given = {name: self.record[name] for name in _SAMPLING if self.record.get(name) is not None}
+        settings = {name: self.record[name] for name in _SAMPLING if self.record.get(name) is not None}
         longest = {"do_sample": True, "max_new_tokens": self.record.get("max_completion_length", 512)}
         options = as_mapping(self.record.get("generation_kwargs"))
-        known = generation_options()  # others, such as custom_generate, could name code
-        return longest | given | {name: value for name, value in options.items() if name in known}
+        allowed = generation_options()  # others, such as custom_generate, could name code
+        return longest | settings | {name: value for name, value in options.items() if name in allowed}
 
     def encode(self, question: str, tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
         """Tokenize a question as in training: as a chat with the recipe's system prompt, or as plain text."""
@@ -95,8 +95,8 @@ class Trained:
     @property
     def device(self) -> torch.device:
         """The accelerator, or the CPU where the recipe asks for it."""
-        found = None if self.record.get("use_cpu") else torch.accelerator.current_accelerator(check_available=True)
-        return found or torch.device("cpu")
+        device = None if self.record.get("use_cpu") else torch.accelerator.current_accelerator(check_available=True)
+        return device or torch.device("cpu")
 
 
 @contextmanager

@@ -40,22 +40,22 @@ def run(options: argparse.Namespace) -> int:
 
 def wanted_launch(options: argparse.Namespace) -> Launch | None:
     """Return the launch that a command asks for; None for this process. The command line overrides the recipe."""
-    name, given = options.accelerate_config, options.num_processes
+    name, num_processes = options.accelerate_config, options.num_processes
     try:
         recipe = launch_of(options.keys)
         config = None if name == "null" else accelerate_config(name) if name else recipe.config
     except ConfigError as error:
         raise ConfigError(_with_the_recipes(error.problems, options.keys)) from None
-    if name is None and given is None and not recipe:
+    if name is None and num_processes is None and not recipe:
         return None
-    processes = recipe.processes if given is None else given or None
+    processes = recipe.processes if num_processes is None else num_processes or None
     return Launch(config or _default_config(processes or 1, options.keys), processes, recipe.options)
 
 
 _OF_A_SIZE = ("num_generations", "generation_batch_size", "steps_per_generation", "per_device_eval_batch_size")
 
 
-def _with_the_recipes(found: list[Problem], keys: Sequence[str]) -> list[Problem]:
+def _with_the_recipes(problems: list[Problem], keys: Sequence[str]) -> list[Problem]:
     """Return the problems of a launch with those of its recipe, but for sizes that depend on its processes."""
     from grpo_ext.config.launch import planned_processes
     from grpo_ext.recipe.parsing import load_recipe
@@ -64,8 +64,8 @@ def _with_the_recipes(found: list[Problem], keys: Sequence[str]) -> list[Problem
         with planned_processes(None):
             load_recipe(keys)
     except ConfigError as error:
-        found = [*found, *(problem for problem in error.problems if problem.field not in _OF_A_SIZE)]
-    return list({str(problem): problem for problem in found}.values())
+        problems = [*problems, *(problem for problem in error.problems if problem.field not in _OF_A_SIZE)]
+    return list({str(problem): problem for problem in problems}.values())
 
 
 def _default_config(processes: int, keys: Sequence[str]) -> Path | None:

@@ -46,11 +46,11 @@ def base_of(model: str, revision: str | None = None) -> Base | None:
     if not isinstance(base, str) or not base:
         reason = f"an adapter whose {ADAPTER_CONFIG_NAME} names no base model"
         raise ConfigError([Problem(model, ABSENT, reason, "Write it there.")])
-    found = located(base, Path(model))
-    if found.startswith((".", "/", "~")) and not Path(found).is_dir():
+    path = located(base, Path(model))
+    if path.startswith((".", "/", "~")) and not Path(path).is_dir():
         cure = f"Correct base_model_name_or_path in {Path(model) / ADAPTER_CONFIG_NAME}."
         raise ConfigError([Problem(model, ABSENT, f"an adapter of {base!r}, which is not a folder here", cure)])
-    return Base(found, content.get("revision"))
+    return Base(path, content.get("revision"))
 
 
 def is_adapter(model: object) -> bool:

@@ -133,12 +133,12 @@ def placeholders(template: str) -> list[str]:
         return []
 
 
-def column_problems(losses: Sequence[AddedLoss], known: Sequence[str]) -> Iterator[Problem]:
-    """Yield the columns that losses read and a dataset with the columns `known` has not."""
+def column_problems(losses: Sequence[AddedLoss], columns: Sequence[str]) -> Iterator[Problem]:
+    """Yield the columns that losses read and a dataset with these `columns` has not."""
     for i, loss in enumerate(losses):
-        for column in sorted(loss.columns - set(known)):
+        for column in sorted(loss.columns - set(columns)):
             yield Problem(
-                f"{FIELD}[{i}]", loss.label, f"the data have no column {column!r}", did_you_mean(column, known)
+                f"{FIELD}[{i}]", loss.label, f"the data have no column {column!r}", did_you_mean(column, columns)
             )
 
 
@@ -159,14 +159,14 @@ def other_vocabulary(name: str, policy: Mapping[str, int], teacher: Mapping[str,
 
 
 def _entries(config: GRPOExtArguments) -> Iterator[Problem]:
-    given: object = config.losses
-    if given is None:
+    losses: object = config.losses
+    if losses is None:
         return
-    if not isinstance(given, list | tuple):
-        yield Problem(FIELD, given, "not a list", f"Write {FIELD}: [{EXAMPLE}].")
+    if not isinstance(losses, list | tuple):
+        yield Problem(FIELD, losses, "not a list", f"Write {FIELD}: [{EXAMPLE}].")
         return
     sound = []
-    for i, entry in enumerate(given):
+    for i, entry in enumerate(losses):
         problems = list(_entry(f"{FIELD}[{i}]", entry))
         yield from problems
         sound += [] if problems else [entry]

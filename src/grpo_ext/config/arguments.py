@@ -60,15 +60,15 @@ class GRPOExtArguments(TrainingSettings, GRPOConfig):  # type: ignore[misc]
     def trl_sampler_mode(self) -> str | None:
         """The mode of TRL's correction of the sampler, or None where it is not TRL's."""
         name = "vllm_importance_sampling_"
-        given = any(getattr(self, name + bound) is not None for bound in ("clip_min", "clip_max", "cap"))
-        stock = self.sampler_correction is None and (given or self.loss_defaults == "trl")
+        is_bounded = any(getattr(self, name + bound) is not None for bound in ("clip_min", "clip_max", "cap"))
+        stock = self.sampler_correction is None and (is_bounded or self.loss_defaults == "trl")
         return self.vllm_importance_sampling_mode or (GRPOConfig.vllm_importance_sampling_mode if stock else None)
 
     @property
     def trl_sampler_bound(self) -> float:
         """The upper bound of TRL's correction of the sampler."""
-        given, stock = self.vllm_importance_sampling_clip_max, GRPOConfig.vllm_importance_sampling_clip_max
-        bounds = self.vllm_importance_sampling_cap, given, stock
+        clip_max, stock = self.vllm_importance_sampling_clip_max, GRPOConfig.vllm_importance_sampling_clip_max
+        bounds = self.vllm_importance_sampling_cap, clip_max, stock
         return next(float(bound) for bound in bounds if bound is not None)
 
     @property
@@ -79,9 +79,9 @@ class GRPOExtArguments(TrainingSettings, GRPOConfig):  # type: ignore[misc]
         if (mode := self.trl_sampler_mode) is not None:
             lower = self.vllm_importance_sampling_clip_min
             return (trl_rule(mode, None if lower is None else float(lower), self.trl_sampler_bound),)
-        if (given := self.sampler_correction) is None:
+        if (correction := self.sampler_correction) is None:
             return DEFAULT
-        blocks = cast(list[dict[str, Any]], given if isinstance(given, list | tuple) else [given])
+        blocks = cast(list[dict[str, Any]], correction if isinstance(correction, list | tuple) else [correction])
         return tuple(SamplerRule(**{k: v for k, v in block.items() if v is not None}) for block in blocks)
 
     @property

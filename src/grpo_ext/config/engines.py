@@ -34,8 +34,8 @@ def _launched(_: "GRPOExtArguments") -> Iterator[Problem]:
 
 
 def _tensor_parallel(config: "GRPOExtArguments") -> Iterator[Problem]:
-    given = config.model_init_kwargs
-    if isinstance(given, Mapping) and (plan := given.get("tp_plan")) is not None:
+    init_kwargs = config.model_init_kwargs
+    if isinstance(init_kwargs, Mapping) and (plan := init_kwargs.get("tp_plan")) is not None:
         yield Problem(
             "model_init_kwargs.tp_plan", plan, "it splits each row over processes", f"{_CURE}, and remove it."
         )
@@ -61,8 +61,8 @@ def check_started(distributed_type: str, reference: bool, model: Any = None) -> 
         raise ConfigError([Problem("fsdp_cpu_ram_efficient_loading", True, reason, "Set it to false.")])
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and distributed_type != "FSDP":
         raise ConfigError([fsdp_on_cpu(f"the launch asks for FSDP, and accelerate has started {distributed_type}")])
-    if distributed_type == "FSDP" and (found := [*_unsharded(model)]):
-        raise ConfigError(found)
+    if distributed_type == "FSDP" and (problems := [*_unsharded(model)]):
+        raise ConfigError(problems)
 
 
 def _unsharded(model: Any) -> Iterator[Problem]:
@@ -82,10 +82,10 @@ def _unsharded(model: Any) -> Iterator[Problem]:
             yield Problem("modules_to_save", adapter.modules_to_save, reason, cure)
 
 
-def fsdp_on_cpu(found: str) -> Problem:
+def fsdp_on_cpu(setting: str) -> Problem:
     """Return the problem of FSDP without a GPU."""
     return Problem(
-        found, ABSENT, "accelerate has FSDP on GPUs only", "On a CPU launch by --accelerate_config cpu_ddp."
+        setting, ABSENT, "accelerate has FSDP on GPUs only", "On a CPU launch by --accelerate_config cpu_ddp."
     )
 
 

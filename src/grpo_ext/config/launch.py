@@ -88,10 +88,10 @@ def check_announced() -> None:
     Raises:
         ConfigError: fewer or more than `grpo-ext train` or `accelerate launch` was asked for.
     """
-    asked, started = os.environ.get(ASKED), world_size()
-    if asked is not None and asked != str(started):
+    announced, started = os.environ.get(ASKED), world_size()
+    if announced is not None and announced != str(started):
         reason = f"the launch has {started}, and would train another batch"
-        raise ConfigError([Problem("num_processes", int(asked), reason, _CURE)])
+        raise ConfigError([Problem("num_processes", int(announced), reason, _CURE)])
     if started == 1 and _lost_by_accelerate():
         reason = "accelerate launch was asked for several and started one, as it does without GPUs"
         raise ConfigError([Problem("num_processes", ABSENT, reason, _CURE)])

@@ -40,8 +40,8 @@ def _sampler_dtype(config: GRPOExtArguments, computes: str) -> str:
 
 def coarse_options(config: GRPOExtArguments) -> dict[str, object]:
     """Return the options of the engine that make the sampler coarser than the policy."""
-    given = given_options(config).items()
-    return {key: value for key, value in given if key in QUANTIZES or quantizes_cache(key, value)}
+    options = given_options(config).items()
+    return {key: value for key, value in options if key in QUANTIZES or quantizes_cache(key, value)}
 
 
 def expected_differences(config: GRPOExtArguments, weights: str) -> Iterator[tuple[str, str]]:

@@ -56,8 +56,8 @@ class Conflict:
 
 def _holds(config: GRPOExtArguments, setting: str) -> bool:
     name, compared, value = setting.strip("!").partition("=")
-    found = plain(getattr(config, name))
-    return found == value if compared else bool(found) != setting.startswith("!")
+    setting_value = plain(getattr(config, name))
+    return setting_value == value if compared else bool(setting_value) != setting.startswith("!")
 
 
 def plain(value: object) -> object:
@@ -141,10 +141,10 @@ def refusal(error: Exception, config: Any, usual: str = "") -> Problem:
     words = set(re.findall(r"\w+", reason))
     read = (f.name for f in dataclasses.fields(config) if not is_broken(getattr(config, f.name)))
     names = sorted(read, key=len, reverse=True)
-    given = [name for name in names if is_set(config, name)]
-    quoted = [name for name in given if _is_quoted(plain(getattr(config, name)), reason, words)]
-    found = [*(name for name in given if name in words), *quoted, *(name for name in names if name in words)]
-    name = next(iter(found), usual)
+    chosen = [name for name in names if is_set(config, name)]
+    quoted = [name for name in chosen if _is_quoted(plain(getattr(config, name)), reason, words)]
+    named = [*(name for name in chosen if name in words), *quoted, *(name for name in names if name in words)]
+    name = next(iter(named), usual)
     return Problem(name or type(config).__name__, plain(getattr(config, name)) if name else ABSENT, reason, "")
 
 

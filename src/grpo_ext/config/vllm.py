@@ -79,9 +79,9 @@ def _options(quantization: object) -> Mapping[str, Any]:
 
 
 def _quantized(config: GRPOExtArguments) -> Iterator[Problem]:
-    given = as_mapping(config.model_init_kwargs).get("quantization_config")
-    if config.use_vllm and leaves_packed(given) and not packs_while_loading(given):
-        yield quantized_problem("model_init_kwargs.quantization_config", f"{given!r:.80}")
+    quantization = as_mapping(config.model_init_kwargs).get("quantization_config")
+    if config.use_vllm and leaves_packed(quantization) and not packs_while_loading(quantization):
+        yield quantized_problem("model_init_kwargs.quantization_config", f"{quantization!r:.80}")
 
 
 def _server(config: GRPOExtArguments) -> bool:

@@ -150,10 +150,10 @@ def row_with_rewards(
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
         folder = path / "completions" if (path / "completions").is_dir() else path
-        found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
-        if not found:
+        files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
+        if not files:
             raise unusable(path, f"no {' or '.join(SUFFIXES)} file in it", "Train with log_completions: true.")
-        return found
+        return files
     if not path.is_file():
         cure = "Name a jsonl or parquet file, or a folder of them."
         raise unusable(path, "cannot be read (no such file)", cure)
@@ -179,9 +179,9 @@ def _rows(file: Path) -> Iterator[tuple[str, Row | RowError]]:
 def _as_trained(row: Row, config: DataConfig) -> Row:
     """Return the row with `prompt` and `solution` as training has them."""
     for setting, usual in ((config.prompt_column, PROMPT_COLUMNS), (config.answer_column, ANSWER_COLUMNS)):
-        found = next((name for name in (setting, *usual) if name in row), None)
-        if found is not None and found != usual[0]:
-            row = {**row, usual[0]: row[found]}
+        column = next((name for name in (setting, *usual) if name in row), None)
+        if column is not None and column != usual[0]:
+            row = {**row, usual[0]: row[column]}
     if "solution" in row:
         row["solution"] = extract_answer(row["solution"], Plan("prompt", "solution"))  # numbers become text
         with suppress(RowError):  # `log_completions` has written the answer itself

@@ -18,9 +18,9 @@ _WHOLE = List({"role": Value("string"), "content": Value("string")})
 """Prompts in which no key can be missing."""
 
 
-def image_columns(*given: Any) -> list[str]:
+def image_columns(*data: Any) -> list[str]:
     """Return the names of columns of images of some datasets, or mappings of them."""
-    every = [each for one in given for each in (one.values() if isinstance(one, Mapping) else [one])]
+    every = [each for one in data for each in (one.values() if isinstance(one, Mapping) else [one])]
     names = [name for dataset in every for name in (getattr(dataset, "column_names", None) or ())]
     return columns_of_images(names)
 
@@ -63,8 +63,8 @@ def _shapes(dataset: Dataset | IterableDataset, names: list[str], source: str) -
             continue
         leaf, listed = _leaf(dataset, name), isinstance(dataset.features[name], List)
         if listed != (name == SEVERAL):
-            found, other = ("lists", SEVERAL) if listed else ("single values", ONE)
-            yield Problem(place, ABSENT, f"it holds {found}", f"Rename the column to {other!r}.")
+            held, other = ("lists", SEVERAL) if listed else ("single values", ONE)
+            yield Problem(place, ABSENT, f"it holds {held}", f"Rename the column to {other!r}.")
         elif not isinstance(leaf, Image) and not _is_path(leaf) and not _is_bytes(leaf):
             yield Problem(place, ABSENT, f"it holds {leaf}", cure)
 

@@ -63,12 +63,12 @@ def prepare(
     """
     dataset, source = split.dataset, split.source
     names = _column_names(dataset, source)
-    plan, found = _plan(names, config, source)
+    plan, problems = _plan(names, config, source)
     renamed = [name for name in TRL_ARGUMENTS if name in (plan.prompt_column, plan.answer_column)]
     collisions = check_columns(name for name in names if name not in renamed)
-    found += [replace(problem, field=f"{source}: {problem.field}") for problem in collisions]
-    if found:
-        raise DataError(found)
+    problems += [replace(problem, field=f"{source}: {problem.field}") for problem in collisions]
+    if problems:
+        raise DataError(problems)
     if config.max_samples is not None:
         counted = isinstance(dataset, Dataset)  # `take` before datasets 5.2 fails beyond the number of rows
         dataset = dataset.take(min(config.max_samples, len(dataset)) if counted else config.max_samples)
@@ -118,10 +118,10 @@ def _pick(
     """Return the column that a setting names, else the first usual one; add to `problems` one that is missing."""
     target = usual[0]
     if chosen is None:
-        found = next((name for name in usual if name in names), None)
-        if found not in (None, target):
-            logger.info("%s: column %r is used as %r (set %s to choose another).", source, found, target, setting)
-        return found
+        column = next((name for name in usual if name in names), None)
+        if column not in (None, target):
+            logger.info("%s: column %r is used as %r (set %s to choose another).", source, column, target, setting)
+        return column
     if chosen not in names:
         problems.append(Problem(setting, chosen, f"not a column of {source}", did_you_mean(chosen, names)))
         return None

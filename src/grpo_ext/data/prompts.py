@@ -59,12 +59,12 @@ class PromptCheck(NamedTuple):
         if isinstance(rows, Dataset):
             rows = rows.select_columns([n for n, f in rows.features.items() if n in _READ or not require_decoding(f)])
         count = min(len(rows), PICTURES_SEEN if image_columns(rows) else SEEN)
-        found: dict[str, list[tuple[int, _Fault]]] = {}
+        by_cure: dict[str, list[tuple[int, _Fault]]] = {}
         for index in range(count):
             for fault in self._faults(rows, index):
-                found.setdefault(fault.cure, []).append((index, fault))
+                by_cure.setdefault(fault.cure, []).append((index, fault))
         problems, notes = list[Problem](), list[Problem]()
-        for bad in found.values():
+        for bad in by_cure.values():
             index, (reason, cure, fatal, least) = bad[0]
             among = f" (so in {len(bad)} of the first {count} rows)" if len(bad) > 1 else ""
             problem = Problem(f"{source}, row {index} (from 0)", ABSENT, f"{reason}{among}", cure)
@@ -140,17 +140,17 @@ class PromptCheck(NamedTuple):
 
         A processor's template may take texts only as content parts, as TRL gives them.
         """
-        found, errors = list[tuple[str, list[str], str]](), list[Exception]()
+        skeletons, errors = list[tuple[str, list[str], str]](), list[Exception]()
         for in_parts in (False, True):
             marked, texts = _marked(messages, in_parts)
             try:
                 skeleton = rendered(marked, self.tokenizer, self.options)
-                found.append((skeleton, texts, next(self._wrong(marked, texts, skeleton), "")))
+                skeletons.append((skeleton, texts, next(self._wrong(marked, texts, skeleton), "")))
             except Exception as error:
                 errors.append(error)
-        if not found:
+        if not skeletons:
             raise errors[0]
-        return next((one for one in found if not one[2]), found[0])
+        return next((one for one in skeletons if not one[2]), skeletons[0])
 
     def _wrong(self, marked: list[Row], texts: list[str], skeleton: str) -> Iterator[str]:
         for message in marked:

@@ -25,7 +25,7 @@ ROWS_SCORED = 16  # rows whose score is compared before and after the JSON round
 DEFAULT_SEED = 0  # the tasks' own default is a random seed: another dataset on every rank
 
 
-def task_problems(task: str, given: Mapping[str, Any]) -> list[Problem]:
+def task_problems(task: str, options: Mapping[str, Any]) -> list[Problem]:
     """Return what is wrong with a task's name and its options."""
     name = f"reasoning_gym/{task}"
     try:
@@ -35,8 +35,8 @@ def task_problems(task: str, given: Mapping[str, Any]) -> list[Problem]:
     if task not in DATASETS:
         return [Problem("dataset_name", name, "reasoning_gym has no such task", did_you_mean(task, DATASETS))]
     config_class = DATASETS[task][1]
-    problems = [*_spec(task, config_class).problems("dataset_kwargs", given)]
-    return problems or _validation_problems(task, config_class, given) or refusal(task)
+    problems = [*_spec(task, config_class).problems("dataset_kwargs", options)]
+    return problems or _validation_problems(task, config_class, options) or refusal(task)
 
 
 _PLAIN = {int, float, bool, str, type(None)}
@@ -53,13 +53,13 @@ def _spec(task: str, config_class: type) -> Spec:
     return Spec({**hints, "size": Count, "seed": Annotated[int, Within(least=0.0)]}, defaults, owner=repr(task))
 
 
-def _validation_problems(task: str, config_class: Callable[..., Any], given: Mapping[str, Any]) -> list[Problem]:
+def _validation_problems(task: str, config_class: Callable[..., Any], options: Mapping[str, Any]) -> list[Problem]:
     try:
-        config = config_class(**_arguments(task, given))
+        config = config_class(**_arguments(task, options))
         getattr(config, "validate", lambda: None)()
     except Exception as error:  # the tasks check with assert; a value of the wrong type fails in any way
         reason = f"refused by reasoning_gym's {task!r}: {error!s:.300}" if str(error) else f"refused: {error!r}"
-        return [Problem("dataset_kwargs", dict(given), reason, "Change that option.")]
+        return [Problem("dataset_kwargs", dict(options), reason, "Change that option.")]
     if task == "composite":
         return [problem for spec in config.datasets for problem in task_problems(spec.name, spec.config)]
     return []

@@ -91,7 +91,7 @@ class Agents:
     def _go_on(self, episode: Episode, *, anew: bool) -> None:
         """Start an episode's clock again, or stop it, by whether it waits for the model."""
         assert episode.connection is not None
-        if episode.asked:
+        if episode.pending:
             episode.connection.pause()
         else:
             episode.connection.resume(anew=anew)
@@ -108,7 +108,7 @@ class Agents:
         if request.chat.tools and not self._tools:
             raise Refused("TRL cannot read calls of tools in the chat template of this model", "unsupported_parameter")
         most = episode.task.spec.max_turns
-        if episode.figures.turns + episode.asked + choices > most or episode.left > most:
+        if episode.figures.turns + episode.pending + choices > most or episode.left > most:
             episode.truncated = episode.over_limit = True
             raise Refused(f"the episode has made all its requests (max_turns={most})", "turn_limit_exceeded")
         try:
@@ -122,7 +122,7 @@ class Agents:
             raise _no_room(f"the context has {len(opened.context.ids)} tokens")
         history.note(opened.context.ids)
         episode.spent += news
-        episode.asked += choices
+        episode.pending += choices
         return [Call(episode, opened.context, request, opened) for _ in range(choices)]
 
     def limited(self, calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
@@ -158,7 +158,7 @@ class Agents:
         """Forget a turn if its agent waits for it no longer. Return whether it is forgotten."""
         if call.request is None or not call.request.left:
             return False
-        call.episode.asked, call.episode.left = call.episode.asked - 1, call.episode.left + 1
+        call.episode.pending, call.episode.left = call.episode.pending - 1, call.episode.left + 1
         self._go_on(call.episode, anew=False)
         return True
 
@@ -176,7 +176,7 @@ class Agents:
         ids, logprobs, message, stopped = self._cut(sample, call)
         ended = bool(ids) and ids[-1] in self._limits.ends and not stopped
         episode.turns.append(Turn(call.context.ids, ids, logprobs, version, support=sample.support))
-        episode.figures.turns, episode.asked = episode.figures.turns + 1, episode.asked - 1
+        episode.figures.turns, episode.pending = episode.figures.turns + 1, episode.pending - 1
         calls = calls_of(message)
         episode.figures.calls += len(calls)
         episode.spent += len(ids)

@@ -42,10 +42,10 @@ def setting_problems(specs: Sequence[EnvironmentSpec], config: GRPOExtConfig) ->
             yield Problem(f.name, value, "it concerns environments, and there are none", "Remove it, or list some.")
 
 
-def beside_problems(specs: Sequence[EnvironmentSpec], given: Mapping[str, object]) -> Iterator[Problem]:
+def beside_problems(specs: Sequence[EnvironmentSpec], arguments: Mapping[str, object]) -> Iterator[Problem]:
     """Yield arguments of TRL's trainer that make rollouts, as environments do."""
     for name in ("rollout_func", "environment_factory", "tools"):
-        if specs and given.get(name):
+        if specs and arguments.get(name):
             names = [spec.name for spec in specs]
             yield Problem(name, ABSENT, "both would make the rollouts", "Remove one of them.", {"environments": names})
 
@@ -60,9 +60,9 @@ def dataset_problems(specs: Sequence[EnvironmentSpec], dataset: Dataset | Iterab
         yield Problem(f"column {TRAJECTORY!r}", ABSENT, reason, "Rename the column.")
     if len(specs) > 1:
         yield from _mixture_problems(specs, dataset, columns)
-    given = [column for column in columns if len(specs) == 1 or column != ENVIRONMENT_COLUMN]
+    row_columns = [column for column in columns if len(specs) == 1 or column != ENVIRONMENT_COLUMN]
     for spec in specs:
-        yield from _reset_problems(spec, given)
+        yield from _reset_problems(spec, row_columns)
     for column in columns_of_images(list(columns))[:1]:
         yield Problem(f"column {column!r}", ABSENT, TEXT_ONLY, TEXT_ONLY_CURE)
     yield from _prompt_problems(dataset)

@@ -90,7 +90,7 @@ class Episode:
     line: Line | None = None
     """An agent's way to the model."""
     dialogue: History | None = None
-    asked: int = 0
+    pending: int = 0
     """Answers that an agent waits for."""
     left: int = 0
     """Answers for which an agent has not waited."""

@@ -64,16 +64,16 @@ class Connection:
         self.spec, self.number, self.channel, self.server, self.session = spec, number, channel, server, session
         if channel is not None:
             self.stream = FrameStream(channel, _LARGEST)
-        self.asked, self.seconds, self.extended_until, self.paused = 0.0, math.inf, 0.0, 0.0
+        self.asked_at, self.seconds, self.extended_until, self.paused = 0.0, math.inf, 0.0, 0.0
 
     def ask(self, request: SessionRequest, seconds: float) -> Answer | None:
         """Begin to send a request, to be answered in `seconds`. Return the answer if it is immediate."""
-        self.asked, self.seconds, self.extended_until = time.monotonic(), seconds, 0.0
+        self.asked_at, self.seconds, self.extended_until = time.monotonic(), seconds, 0.0
         if self.session is not None:
             value = self.session.answer(request)
             failure = ": ".join(value["failed"]) if "failed" in value else None
-            return Answer(value, failure, time.monotonic() - self.asked)
-        self.stream.sent_at = self.asked
+            return Answer(value, failure, time.monotonic() - self.asked_at)
+        self.stream.sent_at = self.asked_at
         self.stream.send(pickled(request))
         return None
 
@@ -92,7 +92,7 @@ class Connection:
         if not math.isinf(self.seconds):
             return
         now = time.monotonic()
-        self.asked += now - self.paused
+        self.asked_at += now - self.paused
         self.stream.sent_at = now if anew else self.stream.sent_at + now - self.paused
         self.seconds = self.spec.turn_timeout
 
@@ -125,16 +125,16 @@ class Connection:
         try:
             value = self.read() if readable else None
         except EnvironmentFailed as failure:
-            return Answer({}, str(failure), now - self.asked)
+            return Answer({}, str(failure), now - self.asked_at)
         if value is not None:
-            return Answer(value, None, now - self.asked)
+            return Answer(value, None, now - self.asked_at)
         if now < self.deadline:
             return None
         if self.stream.received and not self.extended_until:  # an answer larger than a socket that we did not read
             self.extended_until = now + GRACE
             return None
         reason = f"{FailureKind.TIMEOUT}: it did not answer within {self.seconds:g} s. {SLOW}"
-        return Answer({}, reason, now - self.asked)
+        return Answer({}, reason, now - self.asked_at)
 
     def output(self) -> str:
         """Return the end of the output of an agent's programs, with the place of secrets taken by ***."""

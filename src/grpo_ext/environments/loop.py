@@ -93,7 +93,7 @@ class EpisodeLoop:
     @property
     def _busy(self) -> bool:
         """Whether an environment computes; an agent that waits for an answer does not."""
-        return any(not episode.asked for episode in self._computing.values())
+        return any(not episode.pending for episode in self._computing.values())
 
     # Environments.
 
@@ -154,11 +154,11 @@ class EpisodeLoop:
                 except WaitedInVain:
                     self._leaves = True
                     return
-            found, woken = answers(list(self._computing), seconds, descriptors)
+            answered, woken = answers(list(self._computing), seconds, descriptors)
             sampled = self.engine.descriptor in woken
-            if found:
+            if answered:
                 waited.progressed()
-            self._answered.extend((self._computing.pop(connection), answer) for connection, answer in found)
+            self._answered.extend((self._computing.pop(connection), answer) for connection, answer in answered)
             if not self._answered and (sampled or not idle):
                 return
 

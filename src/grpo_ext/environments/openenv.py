@@ -50,13 +50,13 @@ class OpenEnv(Conversation):
 
         try:
             schema = httpx.get(f"{base_url.rstrip('/')}/schema", timeout=10.0).raise_for_status().json()
-            known = list(schema["action"]["properties"])
+            fields = list(schema["action"]["properties"])
         except Exception as error:  # no server, or another one
             reason = f"no server of openenv answers there ({type(error).__name__}: {error})"
             yield Problem("base_url", base_url, reason, "Start it, or correct openenv/http://127.0.0.1:8000.")
             return
-        if action is not None and action not in known:
-            reason = f"the server's action has the fields {', '.join(known)}"
+        if action is not None and action not in fields:
+            reason = f"the server's action has the fields {', '.join(fields)}"
             yield Problem("action", action, reason, "Name one, or null.")
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message]:

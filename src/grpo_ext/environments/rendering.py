@@ -113,17 +113,17 @@ class Renderer:
         return [self._split(message) for message in messages]
 
     def _split(self, value: T) -> T:
-        found: Any = value
+        clean: Any = value
         if isinstance(value, str):
-            found = value.encode("utf-8", "replace").decode()  # half a surrogate pair is not text
+            clean = value.encode("utf-8", "replace").decode()  # half a surrogate pair is not text
             for _, control in self._controls:
                 if len(control) > 1:
-                    found = found.replace(control, f"{control[0]} {control[1:]}")
+                    clean = clean.replace(control, f"{control[0]} {control[1:]}")
         elif isinstance(value, dict):
-            found = {self._split(key): self._split(part) for key, part in value.items()}
+            clean = {self._split(key): self._split(part) for key, part in value.items()}
         elif isinstance(value, list):
-            found = [self._split(part) for part in value]
-        return cast(T, found)
+            clean = [self._split(part) for part in value]
+        return cast(T, clean)
 
     def decoded(self, ids: list[int]) -> str:
         """Return sampled ids as text: control tokens as they are, texts that look like one split by a space."""

@@ -56,12 +56,12 @@ class DuringTraining(TrainerCallback):
         identity = {"model": model, "step": step, "set": chosen, "run": digest(trainer.record)}
         kept = folder / f"step_{step}_samples.jsonl"
         samples = evaluate(trainer, chosen, rows, kept=kept, identity=identity, workers=self.workers)
-        found = result(chosen, samples, model=model, step=step)
+        evaluation = result(chosen, samples, model=model, step=step)
         if trainer.accelerator.is_main_process:
-            found.write(folder / f"step_{step}.json")
-            show(table([found]))
+            evaluation.write(folder / f"step_{step}.json")
+            show(table([evaluation]))
         due = trainer.control.should_log  # the step's own log; any log resets this flag
-        Trainer.log(trainer, logged_figures(found))
+        Trainer.log(trainer, logged_figures(evaluation))
         trainer.control.should_log = due
 
 

@@ -113,17 +113,17 @@ def _sample(
     round need the same number of rows, and so the samples are the same for any number of processes.
     """
     padded = [*places, *[places[-1]] * (size - len(places))]
-    given = [dict(rows[i]) for i in padded for _ in range(chosen.samples)]
+    prompts = [dict(rows[i]) for i in padded for _ in range(chosen.samples)]
     numbers = range(places[0] * chosen.samples, (places[0] + size) * chosen.samples)
     attempts = numbered(chosen.seed, Source.EVALUATION, numbers, chosen.samples)
     with seeded(trainer, chunk, attempts):
-        collected = trainer.collector.rollouts(given, attempts)
+        collected = trainer.collector.rollouts(prompts, attempts)
     assert collected.generated is not None
     _, ids, tool_mask, completions, *_ = collected.generated
     ends = trainer.collector.worker.ends
     samples = [
         {
-            **given[j],
+            **prompts[j],
             "index": places[j // chosen.samples],
             "completion": completions[j],
             "tokens": len(ids[j]) if tool_mask is None else sum(tool_mask[j]),
@@ -141,7 +141,7 @@ def _add_rewards(
     trainer: GRPOExtTrainer, samples: list[Row], columns: dict[str, list[Any]], runtime: Runtime
 ) -> list[str]:
     """Add rewards, and the columns that rewards log, to samples; return the errors of rewards that end the run."""
-    found: dict[str, Sequence[Any]] = {}
+    rewards_by_name: dict[str, Sequence[Any]] = {}
     extras: dict[str, list[Any]] = {}
     state = SimpleNamespace(global_step=trainer.state.global_step, max_steps=trainer.state.max_steps)
     episodes = columns.get(TRAJECTORY) if trainer.episode_runner is not None else None
@@ -152,15 +152,15 @@ def _add_rewards(
         errors += [scores.error] if scores.error else []
         lost = [False] * len(samples) if episodes is None else [episode.lost for episode in episodes]
         values = [None if gone else value for gone, value in zip(lost, scores.values, strict=True)]
-        found[f"rewards/{function.__name__}"] = values
+        rewards_by_name[f"rewards/{function.__name__}"] = values
     if episodes is not None and trainer.episode_runner is not None:
         if any_pays(trainer.episode_runner.specs.values()):
             rewards = [trainer.episode_runner.paid(episode, weighted=False) for episode in episodes]
-            found[f"rewards/{ENVIRONMENT}"] = rewards
+            rewards_by_name[f"rewards/{ENVIRONMENT}"] = rewards
         extras[TURNS] = [len(episode.turns) for episode in episodes]
         extras[FAILED] = [episode.failure is not None for episode in episodes]
         extras |= {name: texts for name, texts in of_agents(episodes).items() if any(texts)}
-    for name, column in {**found, **extras}.items():
+    for name, column in {**rewards_by_name, **extras}.items():
         for sample, value in zip(samples, column, strict=True):
             sample[name] = value
     return errors

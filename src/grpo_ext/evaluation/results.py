@@ -156,9 +156,9 @@ def _votes(answers: Sequence[Any], right: Sequence[bool]) -> list[Hashable]:
 def _group_means(chosen: EvalSet, group: Sequence[Row]) -> dict[str, float]:
     means = {}
     for column in (*(f"rewards/{name}" for name in chosen.reward_names), "tokens", "truncated", TURNS, FAILED):
-        known = [float(sample[column]) for sample in group if sample.get(column) is not None]
-        if known:
-            means[column] = sum(known) / len(known)
+        values = [float(sample[column]) for sample in group if sample.get(column) is not None]
+        if values:
+            means[column] = sum(values) / len(values)
     return means
 
 

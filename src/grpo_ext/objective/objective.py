@@ -79,17 +79,17 @@ class Objective:
         }
         if self.beta:
             axes |= {"kl": "kl_estimator", "kl_placement": "kl_placement"}
-        found = [
+        departures = [
             f"{name} {getattr(self, axis)!r} in place of {getattr(self.row, axis)!r}"
             for axis, name in axes.items()
             if getattr(self, axis) != getattr(self.row, axis)
         ]
         published = option_defaults(self.row.function) | dict(self.row.options)
-        found += _changed(self.options, published, self.row.field_of)
+        departures += _changed(self.options, published, self.row.field_of)
         if self.advantage == self.row.advantage:
             published = option_defaults(estimators[self.advantage]) | dict(self.row.advantage_kwargs)
-            found += _changed(self.advantage_kwargs, published, "advantage_kwargs.{}".format)
-        return found
+            departures += _changed(self.advantage_kwargs, published, "advantage_kwargs.{}".format)
+        return departures
 
     def to_dict(self) -> dict[str, Any]:
         """Return all axes in JSON's types."""
@@ -276,8 +276,8 @@ class Objective:
         """Return the tokens of a generation that the surrogate treats apart; None where it marks none."""
         if self.row.marks is None:
             return None
-        found: Tensor = bind(self.row.marks, {**tokens, "advantages": advantages})(**self.options)
-        return found & tokens["mask"].bool()
+        marks: Tensor = bind(self.row.marks, {**tokens, "advantages": advantages})(**self.options)
+        return marks & tokens["mask"].bool()
 
     def less_kl(
         self,

@@ -119,11 +119,11 @@ def corrected(
         gather: for `m2` and `normalize`, which look at the generation of all processes.
     """
     active = mask.bool()
-    known = torch.where(sampler_logps.isnan(), policy_logps, sampler_logps)
-    log_ratio = masked((policy_logps - known).nan_to_num(), active)
+    filled = torch.where(sampler_logps.isnan(), policy_logps, sampler_logps)
+    log_ratio = masked((policy_logps - filled).nan_to_num(), active)
     weights, counted = log_ratio.new_ones(len(active), 1), active
     for rule in rules:
-        within = _within(rule, log_ratio, masked(policy_logps, active), masked(known, active), active, gather)
+        within = _within(rule, log_ratio, masked(policy_logps, active), masked(filled, active), active, gather)
         weights = weights * _weights(rule, log_ratio, within, active, gather)
         counted = counted & within if rule.action == "reject" else counted
     return Corrected(torch.where(_units(active, weights), weights, 1.0), counted)

@@ -128,9 +128,9 @@ class Trajectory:
         ]
 
 
-def of_agents(made: Sequence[Trajectory]) -> dict[str, list[str]]:
+def of_agents(trajectories: Sequence[Trajectory]) -> dict[str, list[str]]:
     """Return what only agents have: conversations besides the last one, and the end of their programs' output."""
-    return {BRANCHES: [one.branches for one in made], OUTPUT: [one.output for one in made]}
+    return {BRANCHES: [one.branches for one in trajectories], OUTPUT: [one.output for one in trajectories]}
 
 
 @dataclass(frozen=True)
@@ -235,14 +235,14 @@ def common(one: list[Any], other: list[Any]) -> int:
 def paths(parents: Sequence[int], prompt: int) -> list[tuple[int, list[int]]]:
     """Return the path to each leaf: the number of tokens of the prompt, then the indices of the others."""
     inner = set(parents)
-    found = []
+    paths = []
     for leaf in range(len(parents)):
         if leaf not in inner:
             path = [leaf]
             while (place := parents[path[-1]]) >= 0:
                 path.append(place)
-            found.append((prompt + 1 + place, path[::-1]))
-    return found or [(prompt, [])]
+            paths.append((prompt + 1 + place, path[::-1]))
+    return paths or [(prompt, [])]
 
 
 @dataclass(frozen=True)

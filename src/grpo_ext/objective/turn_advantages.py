@@ -32,11 +32,11 @@ def returns_to_go(rewards: Rewards, turn_rewards: TurnRewards, gamma: float) -> 
     earlier = torch.where(exists & (number < last), turn_rewards, 0.0)
     rest = (rewards - earlier.sum(dim=-1))[..., None]
     pays = torch.where(number == last, rest, earlier)
-    found, following = [], torch.zeros_like(rewards)
+    reversed_returns, following = [], torch.zeros_like(rewards)
     for t in reversed(range(len(number))):
         following = torch.where(number[t] <= last[..., 0], pays[..., t] + gamma * following, following)
-        found.append(following)
-    returns = torch.stack(found[::-1], dim=-1)
+        reversed_returns.append(following)
+    returns = torch.stack(reversed_returns[::-1], dim=-1)
     return returns.gather(-1, torch.minimum(number.expand_as(returns), last))
 
 
@@ -108,12 +108,12 @@ def gigpo(
     returns = returns_to_go(rewards, turn_rewards, gamma)
     largest = _largest(rewards, turn_rewards)
     of_group = torch.arange(len(states), device=states.device)[:, None, None].expand_as(states)
-    known = ~turn_rewards.isnan() & ~returns.isnan()
+    valid = ~turn_rewards.isnan() & ~returns.isnan()
     step = torch.zeros_like(returns)
-    kinds = torch.stack([of_group[known], states[known]]).unique(dim=1, return_inverse=True)[1]
+    kinds = torch.stack([of_group[valid], states[valid]]).unique(dim=1, return_inverse=True)[1]
     if log_metric is not None and len(kinds):
         log_metric("advantages/shared_states", (kinds.bincount()[kinds] > 1).double().mean().item())
-    place = known.nonzero(as_tuple=True)
+    place = valid.nonzero(as_tuple=True)
     for kind in range(int(kinds.max()) + 1 if len(kinds) else 0):
         alike = tuple(axis[kinds == kind] for axis in place)
         step[alike] = normalised(evened(returns[alike][None], largest[alike[0][:1]]))[0]

@@ -52,10 +52,10 @@ def attention(
     masked = attention_mask is not None and window is None and chunk is None
     differs = kwargs.get("sliding_window", window) != window  # the one in the mask holds for sdpa and eager
     asks = ("dropout", dropout), ("a mask", masked), ("a window that is not its mask's", differs)
-    foreign += [name for name, asked in asks if asked]
+    foreign += [name for name, is_asked in asks if is_asked]
     if LAYOUT not in kwargs or foreign:
-        asked = ", ".join(foreign) or "an attention other than softmax(q k) v"
-        raise ForeignAttention(f"{type(module).__name__} asks for {asked}, which shared_prefix does not support")
+        wanted = ", ".join(foreign) or "an attention other than softmax(q k) v"
+        raise ForeignAttention(f"{type(module).__name__} asks for {wanted}, which shared_prefix does not support")
     _follow(module)
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:  # as torch's own attention under autocast

@@ -37,11 +37,11 @@ def failing_alike() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         failed = str(error)
-    found = [one for one in gather_object([failed]) if one is not None]
-    if problems := next((one for one in found if isinstance(one, list)), None):
+    failures = [one for one in gather_object([failed]) if one is not None]
+    if problems := next((one for one in failures if isinstance(one, list)), None):
         raise ConfigError(problems) from cause
-    if found:
-        raise torch.OutOfMemoryError(found[0])
+    if failures:
+        raise torch.OutOfMemoryError(failures[0])
 
 
 @contextmanager

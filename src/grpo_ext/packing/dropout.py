@@ -26,10 +26,10 @@ def switch_dropout_off(model: nn.Module) -> None:
 
     Checkpoints keep the config's rates: `save_pretrained` of every model inside writes the original ones.
     """
-    found = [rate for module in model.modules() for rate in _rates(module)]
-    for holder, name, _ in found:
+    rates = [rate for module in model.modules() for rate in _rates(module)]
+    for holder, name, _ in rates:
         setattr(holder, name, 0.0)
-    in_config = [rate for rate in found if not isinstance(rate[0], nn.Module)]
+    in_config = [rate for rate in rates if not isinstance(rate[0], nn.Module)]
     for module in model.modules():
         if in_config and isinstance(module, PreTrainedModel):
             module.save_pretrained = partial(_save, module, in_config)  # type: ignore[method-assign]
@@ -50,14 +50,14 @@ def _rates(module: nn.Module) -> Iterator[tuple[Any, str, float]]:
 @cache
 def _read_later(kind: type[nn.Module]) -> frozenset[str]:
     """Names of the rates in `config.rate` in the source of a module's methods, except its constructor."""
-    found = set[str]()
+    names = set[str]()
     for parent in kind.__mro__:
         if issubclass(parent, nn.Module) and parent not in (nn.Module, PreTrainedModel):
             for name, method in vars(parent).items():
                 if name != "__init__" and inspect.isfunction(method):
                     with suppress(OSError):  # made by exec, as transformers' generated methods
-                        found.update(re.findall(r"config\.(\w*drop\w*)", inspect.getsource(inspect.unwrap(method))))
-    return frozenset(found)
+                        names.update(re.findall(r"config\.(\w*drop\w*)", inspect.getsource(inspect.unwrap(method))))
+    return frozenset(names)
 
 
 def _save(model: PreTrainedModel, rates: Rates, *args: Any, **kwargs: Any) -> None:

@@ -73,8 +73,8 @@ def flash_forward(
     p = _plan(segments, q.device)
     out, lse, *state, _ = call(q, k, v, *p.own, 0.0, True, False, scale=scale)
     for bounds, asking, answering in p.levels:
-        asked = q[asking], k[answering], v[answering]
-        part, part_lse, *_ = call(*asked, *bounds, 0.0, False, False, scale=scale)
+        of_level = q[asking], k[answering], v[answering]
+        part, part_lse, *_ = call(*of_level, *bounds, 0.0, False, False, scale=scale)
         own_lse = lse[:, asking]
         share = torch.sigmoid(part_lse - own_lse).T[..., None]
         out[asking] = torch.lerp(out[asking].to(lse.dtype), part.to(lse.dtype), share).to(out.dtype)
@@ -98,9 +98,9 @@ def flash_backward(
     p = _plan(segments, q.device)
     dq, dk, dv = call(grad, q, k, v, out, lse, *p.own, 0.0, True, *state, scale=scale)
     for bounds, asking, answering in p.levels:
-        asked = grad[asking], q[asking], k[answering], v[answering]
+        of_level = grad[asking], q[asking], k[answering], v[answering]
         merged = out[asking], lse[:, asking].contiguous()
-        parts = call(*asked, *merged, *bounds, 0.0, False, *state, scale=scale)
+        parts = call(*of_level, *merged, *bounds, 0.0, False, *state, scale=scale)
         for target, where, part in zip((dq, dk, dv), (asking, answering, answering), parts, strict=True):
             target.index_add_(0, where, part)
     return dq, dk, dv
@@ -122,8 +122,8 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
         q, k, v, out, lse, *state = ctx.saved_tensors
-        found = flash_backward(grads[0][0].contiguous(), q, k, v, out, lse, state, ctx.segments, ctx.scale)
-        return *(x.transpose(0, 1)[None] for x in found), None, None
+        input_grads = flash_backward(grads[0][0].contiguous(), q, k, v, out, lse, state, ctx.segments, ctx.scale)
+        return *(x.transpose(0, 1)[None] for x in input_grads), None, None
 
 
 EXAMPLE = Segments(
@@ -151,9 +151,9 @@ def flash_is_exact(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     try:
         with torch.no_grad():
             out, lse, state = flash_forward(q, k, v, EXAMPLE, scale)
-            found = out, *flash_backward(grad, q, k, v, out, lse, state, EXAMPLE, scale)
+            results = out, *flash_backward(grad, q, k, v, out, lse, state, EXAMPLE, scale)
         expected = _by_sdpa(q, k, v, grad, scale)
-        off = max(((f - e).norm() / e.norm()).item() for f, e in zip(found, expected, strict=True))
+        off = max(((f - e).norm() / e.norm()).item() for f, e in zip(results, expected, strict=True))
         reason = f"it is off by {off:.2g}" if not off < TOLERANCE else None
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]

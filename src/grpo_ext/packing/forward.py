@@ -93,10 +93,10 @@ def positions_moved(base: PreTrainedModel, by: int) -> RemovableHandle:
 def rounded_differently(base: PreTrainedModel, seed: int) -> RemovableHandle:
     """Change the embeddings of tokens by at most their last digit, at random."""
 
-    def changed(module: nn.Module, args: object, found: Tensor) -> Tensor:
-        device = found.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else found.dtype
-        share = torch.rand(found.shape, generator=torch.Generator().manual_seed(seed)).to(found.device)
-        return (found * (1 + torch.finfo(dtype).eps * (2 * share - 1))).to(found.dtype)
+    def changed(module: nn.Module, args: object, embeddings: Tensor) -> Tensor:
+        device = embeddings.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else embeddings.dtype
+        share = torch.rand(embeddings.shape, generator=torch.Generator().manual_seed(seed)).to(embeddings.device)
+        return (embeddings * (1 + torch.finfo(dtype).eps * (2 * share - 1))).to(embeddings.dtype)
 
     return base.get_input_embeddings().register_forward_hook(changed)

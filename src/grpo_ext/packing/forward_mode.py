@@ -58,10 +58,10 @@ def count_positions(base: PreTrainedModel) -> Any:
     """Give the body of `base` positions that leave out padding; return the handle of the hook."""
 
     def counted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        mask, given = kwargs.get("attention_mask"), (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        mask, inputs = kwargs.get("attention_mask"), (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         if mask is None or mask.dim() != 2:
             return None
-        width = next(tokens.shape[1] for tokens in given if tokens is not None)
+        width = next(tokens.shape[1] for tokens in inputs if tokens is not None)
         return args, kwargs | {"position_ids": (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -width:]}
 
     return base.base_model.register_forward_pre_hook(counted, with_kwargs=True)
@@ -78,15 +78,15 @@ def _by_own_logits(
         if not fused_lm_head:
             return own(*args, **kwargs)
         labels = kwargs.pop("labels")[:, -completion:]
-        found, active = own(*args, use_cache=False, **kwargs, **narrow), labels != -100
-        logits = found.logits[:, -completion - 1 : -1][active]
+        output, active = own(*args, use_cache=False, **kwargs, **narrow), labels != -100
+        logits = output.logits[:, -completion - 1 : -1][active]
         logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
         if support is not None:
             logits = logits.masked_fill(support(len(logits)).left_out(slice(None), logits.shape[1]), LEFT_OUT)
         log_p = logits.log_softmax(dim=-1)
         values = log_p.gather(1, labels[active][:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
         log_probs, entropy = (value.new_zeros(labels.shape).masked_scatter(active, value) for value in values)
-        aux_loss = getattr(found, "aux_loss", None)
+        aux_loss = getattr(output, "aux_loss", None)
         return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)
 
     return forward
@@ -124,8 +124,8 @@ def exact_mode(score: Callable[[ForwardMode, int | None], Tensor], base: PreTrai
         rows = [scored(ForwardMode(logits=True, positions=counted and text), row) for row in range(2)]
         return torch.cat([row for row in rows if row is not None]).cpu().double()
 
-    def error(found: Tensor | None) -> float:
-        apart = math.nan if found is None else (found.cpu() - expected).abs().mean().item()
+    def error(logps: Tensor | None) -> float:
+        apart = math.nan if logps is None else (logps.cpu() - expected).abs().mean().item()
         return math.inf if math.isnan(apart) else apart
 
     # before others: ZeRO-3 learns from the first forward which parameters a module reads

@@ -60,14 +60,14 @@ class Segments:
 
     def seen_by(self, run: Run, window: int | None = None) -> list[Span]:
         """Ancestors of a run, from the root on; with a window the tokens of them that its first token sees."""
-        span, found = run.prefix, list[Span]()
+        span, spans = run.prefix, list[Span]()
         left = math.inf if window is None else window - 1
         while span is not None and left > 0:
             begin, end = span
-            found.append((max(begin, end - int(min(left, end))), end))
+            spans.append((max(begin, end - int(min(left, end))), end))
             left -= end - begin
             span = self._before.get(span)
-        return found[::-1]
+        return spans[::-1]
 
     @cached_property
     def longest(self) -> int:
@@ -77,16 +77,16 @@ class Segments:
     @cached_property
     def levels(self) -> tuple[tuple[Crossing, ...], ...]:
         """Pairs of queries and an ancestor, by the ancestor's depth: a token is a query once per level."""
-        found: list[list[Crossing]] = []
+        levels: list[list[Crossing]] = []
         for run in self.runs:
             for depth, span in enumerate(self.seen_by(run)):
-                if depth == len(found):
-                    found.append([])
-                level, first = found[depth], run.start
+                if depth == len(levels):
+                    levels.append([])
+                level, first = levels[depth], run.start
                 if level and level[-1][1:] == (run.start, span):
                     first = level.pop()[0]
                 level.append((first, run.stop, span))
-        return tuple(map(tuple, found))
+        return tuple(map(tuple, levels))
 
     @property
     def crossings(self) -> Iterator[Crossing]:

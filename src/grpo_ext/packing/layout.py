@@ -44,10 +44,10 @@ class Layout:
 
 def groups_of(prompt_ids: np.ndarray, mask: np.ndarray) -> list[list[int]]:
     """Group rows with equal prompts, in the order of their first ones."""
-    found: dict[bytes, list[int]] = {}
+    groups: dict[bytes, list[int]] = {}
     for i, row in enumerate(np.ascontiguousarray(np.where(mask, prompt_ids, -1))):
-        found.setdefault(row.tobytes(), []).append(i)
-    return list(found.values())
+        groups.setdefault(row.tobytes(), []).append(i)
+    return list(groups.values())
 
 
 def pack(

@@ -36,7 +36,7 @@ def gather_trained_head(base: PreTrainedModel) -> None:
     of its own rows only; accelerate gathers it together with the last norm, where that lies beside the layers.
     """
 
-    def gather(module: nn.Module, args: object, found: object) -> None:
+    def gather(module: nn.Module, args: object, output: object) -> None:
         head = base.get_output_embeddings()
         if torch.is_grad_enabled() and head is not None and any(p.requires_grad for p in head.parameters()):
             for part in head.modules():

@@ -163,8 +163,8 @@ class MergedAttention(torch.autograd.Function):
         for call in chain(*calls):
             q, g, o, norm = (_queries(x, *call.asking, key_heads) for x in (query, grad, out, lse))
             k, v = (_keys(x, *call.answering, repeats) for x in (key, value))
-            given = g, q, k, v, o, norm[..., 0].contiguous(), 0.0, call.causal
-            dq, dk, dv = flash(*given, attn_mask=call.mask(q), scale=scale)
+            inputs = g, q, k, v, o, norm[..., 0].contiguous(), 0.0, call.causal
+            dq, dk, dv = flash(*inputs, attn_mask=call.mask(q), scale=scale)
             parts = (grad_q, call.asking, dq), (grad_k, call.answering, dk), (grad_v, call.answering, dv)
             for target, where, part in parts:
                 if target is not grad_q and repeats > 1:

@@ -207,11 +207,11 @@ def _checkpointed(checkpoint: Callable[..., Any], parent: nn.Module, segments: A
     """Checkpoint `run` with the segments: newer transformers recompute `forward` without the hooks of the module."""
 
     def by_its_segments(*args: Any) -> Any:
-        given = _give(parent, segments)
+        has_segments = _give(parent, segments)
         try:
             return run(*args)
         finally:
-            if given:
+            if has_segments:
                 _take(parent)
 
     return checkpoint(by_its_segments, *args)

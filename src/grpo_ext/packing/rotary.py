@@ -17,8 +17,8 @@ GROWING = ("dynamic", "longrope")
 def growing(config: PreTrainedConfig) -> str | None:
     """Return the type of a model's rotary embeddings if it grows; None too for longrope with two equal factors."""
     fixed = [p for p in _parts(config) if p["rope_type"] == "longrope" and [*p["short_factor"]] == [*p["long_factor"]]]
-    found = (part for part in _parts(config) if part["rope_type"] in GROWING and part not in fixed)
-    return next((str(part["rope_type"]) for part in found), None)
+    parts = (part for part in _parts(config) if part["rope_type"] in GROWING and part not in fixed)
+    return next((str(part["rope_type"]) for part in parts), None)
 
 
 def unchanged_until(config: PreTrainedConfig) -> int:
@@ -53,11 +53,11 @@ def fix_rotary(model: PreTrainedModel, longest: int) -> bool:
             del part["factor"]
             config.max_position_embeddings = max(longest, config.max_position_embeddings)
     modules = list(model.modules())
-    found = [(m, *named) for m in modules for named in m.named_children() if hasattr(named[1], "rope_type")]
-    for module, name, rotary in found:
-        made: Any = type(rotary)
-        setattr(module, name, made(rotary.config).to(next(rotary.buffers()).device))
-    return bool(found)
+    embeddings = [(m, *named) for m in modules for named in m.named_children() if hasattr(named[1], "rope_type")]
+    for module, name, rotary in embeddings:
+        kind: Any = type(rotary)
+        setattr(module, name, kind(rotary.config).to(next(rotary.buffers()).device))
+    return bool(embeddings)
 
 
 def forgets_beyond(config: PreTrainedConfig) -> float:

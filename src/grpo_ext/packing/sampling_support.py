@@ -76,8 +76,8 @@ class SamplingSupport:
         elif positions == count * (width - 1):
             places = torch.nn.functional.pad(place, (width - 1 - completion, 0), value=-1).flatten()
         else:
-            found = f"{positions} positions for rows of {width} tokens, {int(active.sum())} of them completions"
-            raise ValueError(f"TRL's LM head computes {found}: the tokens that the sampler kept cannot be assigned.")
+            what = f"{positions} positions for rows of {width} tokens, {int(active.sum())} of them completions"
+            raise ValueError(f"TRL's LM head computes {what}: the tokens that the sampler kept cannot be assigned.")
         return self.at(places)
 
     def moved(self, places: Int[Tensor, "rows completion"], sizes: Sequence[int]) -> list["SamplingSupport"]:
@@ -98,6 +98,6 @@ class SamplingSupport:
         sizes = counts.abs()
         of_position = torch.repeat_interleave(sizes)
         within = torch.arange(len(of_position), device=sizes.device) - (sizes.cumsum(dim=0) - sizes)[of_position]
-        found = torch.zeros(len(counts), vocabulary, dtype=torch.bool, device=sizes.device)
-        found[of_position, self.ids[begins[of_position] + within].long()] = True
-        return found ^ (counts > 0)[:, None]
+        listed = torch.zeros(len(counts), vocabulary, dtype=torch.bool, device=sizes.device)
+        listed[of_position, self.ids[begins[of_position] + within].long()] = True
+        return listed ^ (counts > 0)[:, None]

@@ -44,13 +44,13 @@ class VocabularyDivergence(torch.autograd.Function):
     ) -> Float[Tensor, " positions"]:
         ctx.form, ctx.teacher, ctx.divergence = form, teacher, divergence
         ctx.save_for_backward(hidden, weight, bias)
-        found = torch.empty(len(hidden), dtype=form.exact, device=hidden.device)
+        values = torch.empty(len(hidden), dtype=form.exact, device=hidden.device)
         for rows, logits, of_teacher in _logits(hidden, weight, bias, form, teacher):
             for part in blocks(rows, logits):
                 log_p, _ = log_softmax(logits, rows, part, form)
                 log_q, _ = log_softmax(of_teacher, rows, part, _form_of(teacher, form))
-                found[part] = divergence(log_p, log_q)[0].sum(dim=1)
-        return found
+                values[part] = divergence(log_p, log_q)[0].sum(dim=1)
+        return values
 
     @staticmethod
     def backward(ctx: Any, grad_found: Tensor) -> Any:  # noqa: D102
@@ -146,8 +146,8 @@ def divergence_from(
             Form.of(call.hidden, call.temperature, call.softcap, call.scale),
         )
         divergence = partial(pointwise, beta=beta, clip=clip)
-        found = VocabularyDivergence.apply(call.hidden[places], call.weight, call.bias, form, teacher, divergence)
-        every = found.new_zeros(len(call.hidden)).index_copy(0, places, found)
+        values = VocabularyDivergence.apply(call.hidden[places], call.weight, call.bias, form, teacher, divergence)
+        every = values.new_zeros(len(call.hidden)).index_copy(0, places, values)
         return every, every.detach(), None, None, None
 
     with _head_function(apply):

@@ -41,13 +41,13 @@ def pack_tree(input_ids: Ids, mask: Ids, parents: Parents, *, whole: bool = Fals
     labels: list[int] = []
 
     def node(parent: int, token: int, place: int) -> int:
-        found = nodes.setdefault((parent + 1) * vocabulary + token, len(before))
-        if found == len(before):
+        index = nodes.setdefault((parent + 1) * vocabulary + token, len(before))
+        if index == len(before):
             before.append(parent)
             source.append(place)
             weight.append(0)
-        weight[found] += 1
-        return found
+        weight[index] += 1
+        return index
 
     for row, (ids, active) in enumerate(zip(input_ids.tolist(), mask, strict=True)):
         length, first = int(active[start:].sum()), row * width

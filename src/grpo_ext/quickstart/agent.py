@@ -15,7 +15,7 @@ async def play(row: Mapping[str, Any], client: Any) -> float:
     for _ in range(GUESSES):
         answer = await client.chat.completions.create(model="policy", messages=messages)
         text = answer.choices[0].message.content or ""
-        guess = int(found[-1]) if (found := _NUMBER.findall(text)) else None
+        guess = int(numbers[-1]) if (numbers := _NUMBER.findall(text)) else None
         if guess == secret:
             return 1.0
         hint = "no number" if guess is None else "higher" if guess < secret else "lower"

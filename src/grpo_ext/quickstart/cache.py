@@ -51,8 +51,8 @@ def building(root: Path) -> Iterator[Path]:
             if ended:
                 shutil.rmtree(left, ignore_errors=True)
     folder = tempfile.TemporaryDirectory(dir=root, prefix=_BUILDING, ignore_cleanup_errors=True)
-    with folder as made, _locked(Path(made)):
-        yield Path(made)
+    with folder as path, _locked(Path(path)):
+        yield Path(path)
 
 
 @contextmanager

@@ -120,8 +120,8 @@ def build_tokenizer(words: Sequence[str] = ANSWER_TAGS) -> "PreTrainedTokenizerF
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    known = dict.fromkeys([*SPECIAL, *words, "\n", *map(chr, range(32, 127))])
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
+    vocabulary = dict.fromkeys([*SPECIAL, *words, "\n", *map(chr, range(32, 127))])
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     core.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])

@@ -107,11 +107,11 @@ _INIT_KWARGS = {
 
 
 def _loading(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:
-    given = as_mapping(training.model_init_kwargs)
+    kwargs = as_mapping(training.model_init_kwargs)
     for key, name in _INIT_KWARGS.items():
-        if key in given and is_set(model, name) and given[key] != getattr(model, name):
+        if key in kwargs and is_set(model, name) and kwargs[key] != getattr(model, name):
             beside = {name: getattr(model, name)}
-            yield Problem(f"model_init_kwargs.{key}", given[key], "it overrides the setting", "Keep one.", beside)
+            yield Problem(f"model_init_kwargs.{key}", kwargs[key], "it overrides the setting", "Keep one.", beside)
 
 
 def _evaluation(training: GRPOExtConfig) -> Iterator[Problem]:

@@ -23,8 +23,8 @@ def recipes_folder() -> Path:
 def packaged_recipes() -> dict[str, Path]:
     """Packaged recipes by name, such as `quickstart/grpo`."""
     root = recipes_folder()
-    found = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
-    return {name: path for name, path in found.items() if not name.startswith("accelerate_configs")}
+    recipes = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
+    return {name: path for name, path in recipes.items() if not name.startswith("accelerate_configs")}
 
 
 def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -38,10 +38,10 @@ def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return rest[i + 1], rest[:i] + rest[i + 2 :]
 
 
-def unset(values: dict[str, Any], args: Sequence[str], known: Collection[str]) -> list[str]:
+def unset(values: dict[str, Any], args: Sequence[str], keys: Collection[str]) -> list[str]:
     """Remove the keys that a command line sets to null from a recipe's values; return the command line without them.
 
-    `known` are the keys that have a default.
+    `keys` are the keys that have a default.
     """
     kept: list[str] = []
     rest = [*args]
@@ -49,7 +49,7 @@ def unset(values: dict[str, Any], args: Sequence[str], known: Collection[str]) -
         word = rest.pop(0)
         key, _, value = word.removeprefix("--").replace("-", "_").partition("=")
         alone = rest[:1] == ["null"] and (len(rest) == 1 or rest[1].startswith("--"))
-        if word.startswith("--") and key in known and (value == "null" or alone):
+        if word.startswith("--") and key in keys and (value == "null" or alone):
             values.pop(key, None)
             rest = rest[1:] if alone else rest
         else:
@@ -81,7 +81,7 @@ def _closest(name: str, packaged: Collection[str]) -> str:
     if (close := did_you_mean(name, packaged)).startswith("Did"):
         return f"{close} "
     head = name.partition("/")[0]
-    kin = [known for known in packaged if name in known.split("/")] or [
+    kin = [recipe for recipe in packaged if name in recipe.split("/")] or [
         k for k in packaged if k.startswith(f"{head}/")
     ]
     return f"Did you mean {' or '.join(map(repr, kin[:3]))}? " if kin else ""

@@ -161,10 +161,10 @@ def engine_of(launch: Launch) -> Engine:
         return Engine("FSDP2", split, split if fsdp.get("fsdp_offload_params") else ())
     if kind != "DEEPSPEED" and "--use_deepspeed" not in options:
         return ONE_COPY
-    given = {name.removeprefix("--"): value for name, value in pairwise(options)}
-    zero = (config.get("deepspeed_config") or {}) | given
+    of_options = {name.removeprefix("--"): value for name, value in pairwise(options)}
+    zero = (config.get("deepspeed_config") or {}) | of_options
     if file := zero.get("deepspeed_config_file"):
-        zero = _of_deepspeed_file(Path(str(expand("deepspeed_config_file", file)))) | given
+        zero = _of_deepspeed_file(Path(str(expand("deepspeed_config_file", file)))) | of_options
     stage = int(zero.get("zero_stage", 2))  # accelerate's default
     places = {"Adam": "offload_optimizer_device", "weights": "offload_param_device"}
     hosted = (part for part, key in places.items() if zero.get(key) not in (None, "none"))
@@ -224,9 +224,9 @@ def take_env(values: dict[str, Any], problems: list[Problem]) -> dict[str, str]:
     if not isinstance(env, Mapping):
         problems.append(Problem("env", env, "not a mapping", "Write env: {NAME: value}."))
         return {}
-    found = [problem for name, value in env.items() for problem in _problems(name, value)]
-    problems += found
-    return {} if found else {name: str(_expanded(name, value)) for name, value in env.items()}
+    env_problems = [problem for name, value in env.items() for problem in _problems(name, value)]
+    problems += env_problems
+    return {} if env_problems else {name: str(_expanded(name, value)) for name, value in env.items()}
 
 
 def _expanded(name: str, value: object) -> object:

@@ -53,8 +53,8 @@ def load_recipe(
     if parts.model is not None and not rewards_only:
         refused = {problem.field for problem in problems}
         problems += ignored_lora({*values, *flags(args)} - refused, parts.model)
-    lists, found = _parse_lists(parts, folder)
-    problems += found
+    lists, list_problems = _parse_lists(parts, folder)
+    problems += list_problems
     problems += unrewarded(lists.rewards, parts.training, lists.environments)
     problems += as_far_as_sound(setting_problems(lists.environments, parts.training))
     model, mixture = (None, None) if rewards_only else (parts.model, None if mixture_problems else parts.mixture)

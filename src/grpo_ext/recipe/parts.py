@@ -64,11 +64,11 @@ REST = "Training (transformers)"
 def subjects() -> dict[str, list[dataclasses.Field]]:
     """All fields of a recipe's parts, each once."""
     left = {f.name: f for part in PARTS for f in dataclasses.fields(part) if f.init}
-    found = {
+    by_title = {
         title: [left.pop(name) for part in parts for name in part.__annotations__ if name in left]
         for title, parts in _SUBJECTS.items()
     }
-    return {**found, REST: list(left.values())}
+    return {**by_title, REST: list(left.values())}
 
 
 def print_help() -> None:

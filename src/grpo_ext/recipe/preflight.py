@@ -41,20 +41,20 @@ class Preflight:
 
     def __call__(self, recipe: Recipe, problems: Sequence[Problem]) -> Iterator[Problem]:
         """Yield problems of the policy and of the data; `recipe.training` may hold values that are refused already."""
-        found: list[Problem] = []
+        policy_problems: list[Problem] = []
         if all(problem.field != "model_name_or_path" for problem in problems):
-            self.policy, found = inspect_policy(recipe.model, recipe.training)
+            self.policy, policy_problems = inspect_policy(recipe.model, recipe.training)
             template = recipe.data.chat_template
             if self.policy.tokenizer is not None and template and not any(chat_template.template_problems(template)):
                 self.policy.tokenizer.chat_template = chat_template.template_text(template)
-        yield from found
-        if (self.data or problems or found) and _is_local(recipe):
+        yield from policy_problems
+        if (self.data or problems or policy_problems) and _is_local(recipe):
             yield from as_far_as_sound(self._data(recipe))
         elif recipe.data.chat_template and self.policy.tokenizer is not None:
-            asked = [{"prompt": with_system_prompt("What is 2 + 3?", recipe.data.system_prompt)}]
+            question = [{"prompt": with_system_prompt("What is 2 + 3?", recipe.data.system_prompt)}]
             options = as_mapping(recipe.training.chat_template_kwargs)
             check = PromptCheck(self.policy.tokenizer, options, bool(recipe.environments))
-            yield from (replace(problem, field="chat_template") for problem in check(asked, "a question")[0])
+            yield from (replace(problem, field="chat_template") for problem in check(question, "a question")[0])
 
     def _data(self, recipe: Recipe) -> Iterator[Problem]:
         tokenizer, evaluates, sets = self.policy.tokenizer, recipe.training.eval_strategy, dict[str, Any]()

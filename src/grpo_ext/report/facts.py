@@ -23,7 +23,7 @@ def facts(run: RunFolder) -> dict[str, str]:
     beta = o.get("beta")
     kl = f"beta {beta:g}, {o.get('kl')} in the {o.get('kl_placement')}" if isinstance(beta, int | float) else None
     axes = ("advantage", "combination", "aggregation")
-    found = {
+    values = {
         "steps": f"{run.step}{planned}{', finished' if run.finished else state}",
         "loss": o.get("loss_type"),
         "formula, minimised": o.get("formula"),
@@ -41,7 +41,7 @@ def facts(run: RunFolder) -> dict[str, str]:
         "machine": _machine(r),
         "versions": ", ".join(f"{key[8:]} {r[key]}" for key in sorted(r) if key.startswith("version.")),
     }
-    return {name: without_paths(str(value)) for name, value in found.items() if value not in (None, "")}
+    return {name: without_paths(str(value)) for name, value in values.items() if value not in (None, "")}
 
 
 def without_paths(text: str) -> str:

@@ -43,14 +43,14 @@ class Group:
         first, *others = (run.series() for run in self.runs)
         if not others:
             return {name: Band(steps, values, values, values) for name, (steps, values) in first.items()}
-        found = {}
+        bands = {}
         for name in (name for name in first if all(name in other for other in others)):
             by_step = [dict(zip(*series[name], strict=True)) for series in (first, *others)]
             steps = [step for step in by_step[0] if all(step in values for values in by_step)]
             means = [_mean([values[step] for values in by_step]) for step in steps]
             if not all(math.isnan(mean.mean) for mean in means):
-                found[name] = Band(steps, *([mean[i] for mean in means] for i in range(3)))
-        return found
+                bands[name] = Band(steps, *([mean[i] for mean in means] for i in range(3)))
+        return bands
 
     def changes(self) -> Iterator[list[str]]:
         """Yield name, runs, figure, its means before and after training, and their difference, paired by run."""
@@ -59,7 +59,7 @@ class Group:
             for run in self.runs
         ]
         for name in (name for name in by_run[0] if all(name in changes for changes in by_run)):
-            before, after = ([getattr(found[name], end).mean for found in by_run] for end in ("before", "after"))
+            before, after = ([getattr(of_run[name], end).mean for of_run in by_run] for end in ("before", "after"))
             rise = [b - a for a, b in zip(before, after, strict=True)]
             cells = [_shown(_mean(before), ""), _shown(_mean(after), ""), _shown(_mean(rise), "+")]
             yield [self.name, str(len(self.runs)), name, *cells]
@@ -79,8 +79,8 @@ def grouped(runs: Sequence[RunFolder]) -> list[Group]:
 
     A run without a record stays by itself. A group is named by the settings in which the groups differ.
     """
-    known = {key for run in runs for key in run.record} - settings_changed_by(Change.NOTHING) - {*_SEEDS}
-    differing = [key for key in sorted(known) if len({_value(run, key) for run in runs}) > 1]
+    keys = {key for run in runs for key in run.record} - settings_changed_by(Change.NOTHING) - {*_SEEDS}
+    differing = [key for key in sorted(keys) if len({_value(run, key) for run in runs}) > 1]
     by_settings: dict[tuple[str, ...], list[RunFolder]] = {}
     for run in runs:
         key = tuple(_value(run, key) for key in differing) if run.record else (str(run.folder),)

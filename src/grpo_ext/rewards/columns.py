@@ -31,7 +31,7 @@ def row_count(columns: Columns) -> int:
 
 def opened(text: str) -> str:
     """Return the tag of a layout that a prompt leaves open at its end, with its white space, or ""."""
-    return text[found.start() :] if (found := re.search(r"<(?:think|answer)>\s*\Z", text)) else ""
+    return text[tag.start() :] if (tag := re.search(r"<(?:think|answer)>\s*\Z", text)) else ""
 
 
 def as_begun(spec: RewardSpec, columns: Columns, template: str) -> Columns:
@@ -62,14 +62,14 @@ def check_clash(spec: RewardSpec, columns: Columns) -> None:
     Raises:
         ConfigError: there is one.
     """
-    known = function_options(spec.callable) or {}
-    clash = sorted(known.keys() & columns.keys() - spec.kwargs.keys())
+    options = function_options(spec.callable) or {}
+    clash = sorted(options.keys() & columns.keys() - spec.kwargs.keys())
     if clash:
         name = clash[0]
         reason = f"it has the name of an option of reward {spec.name!r}"
         cure = (
-            f"Rename the column, set the option in the recipe (kwargs: {{{name}: {known[name].default}}}), or, if the "
-            "function needs the column, take it before the star in its signature."
+            f"Rename the column, set the option in the recipe (kwargs: {{{name}: {options[name].default}}}), or, if "
+            "the function needs the column, take it before the star in its signature."
         )
         raise ConfigError([Problem(f"dataset column {name!r}", ABSENT, reason, cure)])
 

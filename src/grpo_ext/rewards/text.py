@@ -98,15 +98,15 @@ def boxed(text: str) -> str | None:
 def boxes(text: str) -> list[tuple[int, int]]:
     r"""Return where the content of each \boxed{...} (or \fbox{...}) with balanced braces begins and ends, in order."""
     opened: list[int | None] = []  # where the content of each open brace starts, None for a brace that opens no box
-    found = []
+    spans = []
     for token in _BRACE.finditer(text):
         if token[0] == "}":
             start = opened.pop() if opened else None
             if start is not None:
-                found.append((start, token.start()))
+                spans.append((start, token.start()))
         elif token[0][-1] == "{" and token[0] != "\\{":
             opened.append(token.end() if len(token[0]) > 1 else None)
-    return sorted(found)
+    return sorted(spans)
 
 
 def boxes_are_whole(text: str) -> bool:

@@ -44,7 +44,7 @@ class Background(Generic[Request, Result]):
         if self._closed:
             future.set_exception(Closed("the background is closed"))
             return future
-        self._unfinished = [*(known for known in self._unfinished if not known.done()), future]
+        self._unfinished = [*(earlier for earlier in self._unfinished if not earlier.done()), future]
         self._requests.put((request, future))
         return future
 

@@ -289,8 +289,8 @@ def picked(
 
 def _containing(up_to: Float[Tensor, "rows parts"], number: Float[Tensor, "rows 1"]) -> Int[Tensor, "rows 1"]:
     """Return the part whose share contains a number, at most the last that has a share."""
-    found = torch.searchsorted(up_to, number, right=True)
-    return torch.minimum(found, torch.searchsorted(up_to, up_to[:, -1:].contiguous()))
+    part = torch.searchsorted(up_to, number, right=True)
+    return torch.minimum(part, torch.searchsorted(up_to, up_to[:, -1:].contiguous()))
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -35,13 +35,13 @@ def attention(
     groups = query.shape[1] // key.shape[1]
     one_mask = attention_mask is None or attention_mask.shape[1:3] == (1, 1)
     if groups == 1 or query.shape[2] != 1 or not one_mask or dropout or kwargs.get("position_bias") is not None:
-        given = {"scaling": scaling, "dropout": dropout} | kwargs
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+        options = {"scaling": scaling, "dropout": dropout} | kwargs
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     grouped = query[:, :, 0].unflatten(1, (-1, groups))
-    found = torch.nn.functional.scaled_dot_product_attention(
+    output = torch.nn.functional.scaled_dot_product_attention(
         grouped, key, value, attn_mask=attention_mask, scale=scaling
     )
-    return found.flatten(1, 2)[:, None], None
+    return output.flatten(1, 2)[:, None], None
 
 
 def selected(model: nn.Module) -> AbstractContextManager[None]:

@@ -21,8 +21,8 @@ def random_streams_kept() -> Iterator[None]:
 def random_state() -> Callable[[], None]:
     """Return a function that restores the present random states, on the CPU and on this process's device."""
     python, numeric, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    found = torch.accelerator.current_accelerator(check_available=True)
-    device = None if found is None else torch.get_device_module(found)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = None if accelerator is None else torch.get_device_module(accelerator)
     of_device = None if device is None else device.get_rng_state()
 
     def restore() -> None:

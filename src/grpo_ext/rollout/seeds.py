@@ -68,7 +68,7 @@ def uniform_numbers(
 
     There may be more rows than streams, and `width` is at least each limit; what is left is 0.
     """
-    found = np.zeros((rows, width))
-    for row, stream, limit in zip(found, streams, limits, strict=False):
+    numbers = np.zeros((rows, width))
+    for row, stream, limit in zip(numbers, streams, limits, strict=False):
         row[:limit] = stream.random(limit)
-    return found
+    return numbers

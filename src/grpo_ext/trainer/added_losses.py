@@ -109,10 +109,10 @@ class AddedLosses:
         if isinstance(prompt, str):
             return self.tokenizer(template.format(**{**row, "prompt": prompt}))["input_ids"]
         last = {**prompt[-1], "content": template.format(**{**row, "prompt": prompt[-1]["content"]})}
-        made = self.tokenizer.apply_chat_template(
+        encoding = self.tokenizer.apply_chat_template(
             [*prompt[:-1], last], add_generation_prompt=True, tokenize=True, return_dict=True, **self.template
         )
-        return made["input_ids"]
+        return encoding["input_ids"]
 
     def _of_teacher(self, loss: Distillation, batch: Mapping[str, Any]) -> MicroBatch:
         """Return rows with the prompts that the teacher reads."""
@@ -180,10 +180,10 @@ class AddedLosses:
             return reverse_kl(logps, inputs, cast(Mapping[str, Tensor], inputs)[_logps(loss)], mask, loss), mask
         if isinstance(loss, JSD):
             assert head is not None
-            found = divergence_from(
+            divergence = divergence_from(
                 lambda: self._forward(model, inputs), *_labelled(inputs, mask), head, beta=loss.beta, clip=loss.clip
             )
-            return found, mask
+            return divergence, mask
         return -self._demonstrated(loss, model, inputs), mask
 
     def _demonstrated(self, loss: AddedLoss, model: nn.Module, inputs: MicroBatch) -> Float[Tensor, "rows time"]:

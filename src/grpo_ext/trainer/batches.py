@@ -58,8 +58,8 @@ def padded(
         "completion_mask": joined([torch.ones_like(ids) for ids in completions], 0),
     }
     if generated.logprobs is not None:
-        known = [[math.nan if logp is None else logp for logp in row] for row in generated.logprobs]
-        batch["sampling_per_token_logps"] = joined([torch.tensor(row) for row in known], 0)
+        logps = [[math.nan if logp is None else logp for logp in row] for row in generated.logprobs]
+        batch["sampling_per_token_logps"] = joined([torch.tensor(row) for row in logps], 0)
     if trajectories and (parents := parents_of(trajectories, batch["completion_ids"].shape[1])) is not None:
         batch[PARENTS] = parents.to(device)
     if generated.tool_mask is not None:

@@ -131,13 +131,13 @@ def _parts(logs: Logs, prefix: str) -> list[str]:
 def _turns(logs: Logs, prefix: str) -> dict[str, str]:
     """Return metrics of environments: turns of each, and the share of failed episodes where some failed."""
     names = _between(logs, f"{prefix}environments/", "/turns")
-    found = {}
+    labels = {}
     for name in names:
         label = f"{name} " if len(names) > 1 else ""
-        found[f"environments/{name}/turns"] = f"{label}turns"
+        labels[f"environments/{name}/turns"] = f"{label}turns"
         if logs.get(f"{prefix}environments/{name}/failed"):
-            found[f"environments/{name}/failed"] = f"{label}failed"
-    return found
+            labels[f"environments/{name}/failed"] = f"{label}failed"
+    return labels
 
 
 def _all(logs: Logs) -> Iterator[str]:

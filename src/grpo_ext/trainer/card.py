@@ -20,8 +20,8 @@ def results(objective: Objective, steps: tuple[int, int], log: Sequence[Mapping[
     """
     measured = []
     for name in dict.fromkeys(name for row in log for name in row if _SHOWN.fullmatch(name)):
-        if known := [row for row in log if isinstance(row.get(name), int | float)]:
-            measured.append(f"| `{name}` | {known[0][name]:.4g} | {known[-1][name]:.4g} | {known[-1]['step']} |")
+        if rows := [row for row in log if isinstance(row.get(name), int | float)]:
+            measured.append(f"| `{name}` | {rows[0][name]:.4g} | {rows[-1][name]:.4g} | {rows[-1]['step']} |")
     lines = [
         "\n## Results\n",
         f"{steps[0]} of {steps[1]} steps. Loss ({objective.source or 'custom'}): `{objective.describe()}`.\n",

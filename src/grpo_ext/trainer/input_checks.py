@@ -95,13 +95,13 @@ def check_seen(args: GRPOExtConfig, rollouts: Mapping[str, object], prompts: lis
         raise ConfigError(problems)
 
 
-def check_fields(rows: Sequence[RowImages], known: Sequence[str]) -> None:
-    """Refuse a processor whose tensors do not all reach the model through TRL's forward, with arguments `known`.
+def check_fields(rows: Sequence[RowImages], accepted: Sequence[str]) -> None:
+    """Refuse a processor whose tensors do not all reach the model through TRL's forward, with arguments `accepted`.
 
     Raises:
         ConfigError: one would be left out.
     """
-    if unknown := sorted({name for row in rows for name in row if name not in known}):
+    if unknown := sorted({name for row in rows for name in row if name not in accepted}):
         reason = f"its processor makes {', '.join(unknown)}, which TRL does not pass to the model"
         raise ConfigError([Problem("model_name_or_path", ABSENT, reason, "Use another model for images.")])
     if any("pixel_values" not in row for row in rows if int(row[COUNT])):

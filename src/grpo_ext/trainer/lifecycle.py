@@ -174,8 +174,8 @@ class Lifecycle(Resuming):
         if skipped and self.args.on_nonfinite == "skip":
             logs = {**logs, SKIPPED: sum(skipped)}
         if "train_loss" in logs:  # in place: `train` returns them
-            known = self.state.global_step - (0 if self._resumed is None else self._resumed.unknown)
-            logs["train_loss"] = self._total_loss_scalar / max(known, 0.001)  # transformers' depends on its version
+            steps = self.state.global_step - (0 if self._resumed is None else self._resumed.unknown)
+            logs["train_loss"] = self._total_loss_scalar / max(steps, 0.001)  # transformers' depends on its version
         self.num_completions_to_print = 0  # not TRL's table, which reads names as markup and prints any length
         if self.log_completions and self.accelerator.is_main_process:
             name = f"completions_{self.state.global_step:05d}.parquet"

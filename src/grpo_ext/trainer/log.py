@@ -67,8 +67,8 @@ class Log:
         for name in sorted(set(gather_object(list(self.of_rewards)))):
             mine = self.of_rewards.get(name, [])
             pair = torch.tensor([sum(mine), len(mine)], dtype=torch.float32, device=self.accelerator.device)
-            total, known = self.accelerator.gather(pair).view(-1, 2).sum(dim=0).tolist()
-            self.add(name, total / known)
+            total, count = self.accelerator.gather(pair).view(-1, 2).sum(dim=0).tolist()
+            self.add(name, total / count)
         self.of_rewards.clear()
 
     def add_completions(

@@ -124,8 +124,8 @@ class Loss:
         if sampler is old:
             return inputs
         if self.args.old_logps == "interpolated":
-            known = inputs["sampling_per_token_logps"].to(sampler.dtype)
-            weights = corrected(DEFAULT, sampler, known, active_mask(inputs)).weights
+            sampler_logps = inputs["sampling_per_token_logps"].to(sampler.dtype)
+            weights = corrected(DEFAULT, sampler, sampler_logps, active_mask(inputs)).weights
             inputs = {**inputs, "importance_sampling_ratio": weights}
         old = sampler if active is None else torch.where(active[:, None], sampler, old)
         return {**inputs, "old_per_token_logps": old}

@@ -138,14 +138,14 @@ def _sums_and_counts(figures: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, 
             active[key] = counts, counts.sum(dtype=widest(mask.device))
         return active[key]
 
-    found: list[Tensor] = []
+    sums: list[Tensor] = []
     for values, mask in figures:
         if values.dim() == 0:
-            found += [values * mask, mask]
+            sums += [values * mask, mask]
         else:  # [batch, 1] counts once for each completion that has an active token
             counts, number = counted(mask, values.shape[1] == 1)
-            found += [torch.where(counts, values, 0.0).sum(), number]
-    return torch.stack([x.to(widest(x.device)) for x in found]).view(-1, 2)
+            sums += [torch.where(counts, values, 0.0).sum(), number]
+    return torch.stack([x.to(widest(x.device)) for x in sums]).view(-1, 2)
 
 
 def _sequence_means(values: Tensor, mask: Tensor) -> Tensor:

@@ -42,16 +42,16 @@ def correct_sampler(
         gathered = accelerator.gather(padded)
         return gathered[gathered >= 0]
 
-    found = corrected(rules, policy_logps, sampler_logps, mask, gather)
-    for name, value in weight_figures(found, mask, accelerator).items():
+    correction = corrected(rules, policy_logps, sampler_logps, mask, gather)
+    for name, value in weight_figures(correction, mask, accelerator).items():
         metrics[name].append(value)
-    changed = {"importance_sampling_ratio": found.weights}
+    changed = {"importance_sampling_ratio": correction.weights}
     if any(rule.action == "reject" for rule in rules):
-        changed["tool_mask"] = output.get("tool_mask", torch.ones_like(mask)) * found.counted
+        changed["tool_mask"] = output.get("tool_mask", torch.ones_like(mask)) * correction.counted
     return changed
 
 
-def weight_figures(found: Corrected, mask: Tensor, accelerator: Accelerator) -> dict[str, float]:
+def weight_figures(correction: Corrected, mask: Tensor, accelerator: Accelerator) -> dict[str, float]:
     """Return the mean weight of the active tokens of all processes, also by thirds of completions, and the extremes.
 
     The mean weight is the share of the gradient that is left: what is dropped weighs 0, and an unbiased weight has a
@@ -59,8 +59,8 @@ def weight_figures(found: Corrected, mask: Tensor, accelerator: Accelerator) -> 
     """
     active = mask.bool()
     wide = widest(mask.device)
-    weights = torch.where(active, found.weights, 0.0).to(wide)
-    lowest = torch.where(active, found.weights, torch.inf).amin(dim=1).to(wide)
+    weights = torch.where(active, correction.weights, 0.0).to(wide)
+    lowest = torch.where(active, correction.weights, torch.inf).amin(dim=1).to(wide)
     rows = torch.stack([active.sum(dim=1).to(wide), weights.sum(dim=1), lowest, weights.amax(dim=1)], dim=1)
     rows = accelerator.gather(rows)
     rows = rows[rows[:, 0] > 0]

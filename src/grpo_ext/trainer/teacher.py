@@ -93,9 +93,9 @@ def _prepared(model: nn.Module, args: GRPOExtConfig, accelerator: Accelerator) -
 
 def _check_vocabulary(name: str, tokenizer: Any, trusted: bool) -> None:
     try:
-        known = AutoTokenizer.from_pretrained(name, trust_remote_code=trusted).get_vocab()
+        vocabulary = AutoTokenizer.from_pretrained(name, trust_remote_code=trusted).get_vocab()
     except (OSError, ValueError) as error:
         reason, cure = f"its tokenizer cannot be loaded ({str(error).splitlines()[0]})", "Save one beside the model."
         raise ConfigError([Problem(TEACHER, name, reason, cure)]) from error
-    if found := [*other_vocabulary(name, tokenizer.get_vocab(), known)]:
-        raise ConfigError(found)
+    if problems := [*other_vocabulary(name, tokenizer.get_vocab(), vocabulary)]:
+        raise ConfigError(problems)

@@ -33,7 +33,7 @@ class Finished:
 
     keys: list[Key]
     """Keys of the request's messages and of the answer."""
-    asked: list[Message]
+    messages: list[Message]
     """The request's messages."""
     opened: Opened
     sampled: list[int]
@@ -104,7 +104,7 @@ class History:
     @property
     def opening(self) -> list[Message]:
         """Messages of the first request, which are the prompt."""
-        return self._renderer.harmless(self._finished[0].asked) if self._finished else []
+        return self._renderer.harmless(self._finished[0].messages) if self._finished else []
 
     @property
     def messages(self) -> list[Message]:
@@ -112,9 +112,9 @@ class History:
         if not self._finished:
             return []
         opening, last = self.opening, self._finished[-1]
-        asked = self._renderer.harmless(last.asked)
-        shared = next((i for i, (a, b) in enumerate(zip(asked, opening, strict=False)) if a != b), len(opening))
-        return [*asked[shared:], last.parsed]
+        conversation = self._renderer.harmless(last.messages)
+        shared = next((i for i, (a, b) in enumerate(zip(conversation, opening, strict=False)) if a != b), len(opening))
+        return [*conversation[shared:], last.parsed]
 
     @property
     def branches(self) -> str:
@@ -128,7 +128,7 @@ class History:
             )
             if shared == len(turn.keys):
                 continue
-            messages = [*self._renderer.harmless(turn.asked), turn.parsed][shared:]
+            messages = [*self._renderer.harmless(turn.messages), turn.parsed][shared:]
             of = f"branch {number}" if number else "prompt and completion"
             texts.append(
                 f"--- branch {len(shown)}: after message {shared} of {of} ---\n\n{conversation_text(messages)}"

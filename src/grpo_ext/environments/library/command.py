@@ -93,7 +93,7 @@ class Command(Agent):
         if test_files and test is None:
             yield Problem("test_files", test_files, "written for test, which is not set", "Set test, or use files.")
         written: dict[str, object] = {"files": files, "test_files": test_files}
-        named: dict[str, list[object]] = {name: [*given] for name, given in written.items() if _texts(given)}
+        named: dict[str, list[object]] = {name: [*texts] for name, texts in written.items() if _texts(texts)}
         for name, paths in {**named, "reward_file": [reward_file or _FILE]}.items():
             if not all(_inside(path) for path in paths):
                 yield Problem(name, paths, "a path that leaves the episode's folder", "Name files inside it.")

@@ -36,8 +36,8 @@ class Guess(Conversation):
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Choose the number."""
-        given = _NUMBER.fullmatch(str(row.get("solution") or "").strip())
-        self.secret = int(given[0]) if given else random.Random(self.seed).randint(self.low, self.high)
+        match = _NUMBER.fullmatch(str(row.get("solution") or "").strip())
+        self.secret = int(match[0]) if match else random.Random(self.seed).randint(self.low, self.high)
 
     def step(self, message: Message) -> Step:
         """Answer with where the number is."""

@@ -69,8 +69,8 @@ class Retry(Conversation):
     def step(self, message: Message) -> Step:
         """Judge the attempt."""
         columns = {name: [value] for name, value in self.row.items()}
-        given = {"prompts": [self.row.get("prompt")], "completions": [[message]], "completion_ids": [[]]}
-        [value] = self.function(**{**columns, **given, **self.options})
+        attempt = {"prompts": [self.row.get("prompt")], "completions": [[message]], "completion_ids": [[]]}
+        [value] = self.function(**{**columns, **attempt, **self.options})
         self.left -= 1
         if value is None:
             raise ValueError("the reward could not score the attempt")

@@ -210,15 +210,15 @@ def available(min_protection: str = "isolated") -> str:
         SandboxError: none reaches `min_protection`; the message names what each lacks. ValueError: unknown level.
     """
     if min_protection not in PROTECTIONS:
-        known = ", ".join(PROTECTIONS)
-        raise ValueError(f"min_protection={min_protection!r}: no such level. Choose one of {known}.")
-    found, problems = _probe()
-    if found in PROTECTIONS[min_protection]:
-        return str(found)
+        levels = ", ".join(PROTECTIONS)
+        raise ValueError(f"min_protection={min_protection!r}: no such level. Choose one of {levels}.")
+    method, problems = _probe()
+    if method in PROTECTIONS[min_protection]:
+        return str(method)
     raise SandboxError(
         f"cannot shut off the network and the files for an untrusted program on this machine ({'; '.join(problems)}). "
         f"Use Linux 5.13 or newer with Landlock, or user namespaces (in a container: --security-opt "
-        f"seccomp=unconfined)" + (", or min_protection: network, which leaves files readable." if found else ".")
+        f"seccomp=unconfined)" + (", or min_protection: network, which leaves files readable." if method else ".")
     )
 
 

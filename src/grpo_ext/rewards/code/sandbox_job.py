@@ -59,8 +59,8 @@ def describe(
 ) -> bytes:
     """Return the launcher's code and its job, as `sandbox_child.py` reads them."""
     isolated, machine = method == "namespaces", platform.machine()
-    found = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
-    installed = sorted(found) if packages else []
+    site_packages = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    installed = sorted(site_packages) if packages else []
     paths, links = _visible([*readable, *installed])
     return _launcher() + marshal.dumps(
         {

@@ -48,4 +48,4 @@ def random(
         hashlib.sha256(f"{salt}\0{prompt}\0{completion_text(completion)}".encode(errors="replace")).digest()
         for completion, prompt in zip(completions, prompts, strict=True)
     )
-    return [float(int.from_bytes(found[:8]) < rate * 2**64) for found in hashes]
+    return [float(int.from_bytes(digest[:8]) < rate * 2**64) for digest in hashes]

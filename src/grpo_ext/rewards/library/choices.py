@@ -39,13 +39,13 @@ def choice(text: str, choices: str = "ABCDE") -> str | None:
     A mark is read whole: `B`, `(B)`, `Option B`, or `B) its text`. Several options and denials choose no option.
     """
     options = frozenset(choices.upper())
-    found = find(answer_part(text))
-    if found is None:
+    marks = find(answer_part(text))
+    if marks is None:
         return None
-    if found.marked:
-        letters = {_letter(content, options) for content in found.contents}
+    if marks.marked:
+        letters = {_letter(content, options) for content in marks.contents}
         return letters.pop() if len(letters) == 1 else None
-    return _unmarked(found.contents[0], options)
+    return _unmarked(marks.contents[0], options)
 
 
 def _letter(content: str, options: frozenset[str]) -> str | None:

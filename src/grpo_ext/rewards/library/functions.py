@@ -155,7 +155,7 @@ def accuracy(
         log_extra("gold_parsed", [judgement.gold_parsed for judgement in judged])
         log_extra("answer_parsed", [judgement.answer_parsed for judgement in judged])
     if log_metric and judged:
-        log_metric("accuracy/unread", sum(found.answer_parsed == NO_ANSWER for found in judged) / len(judged))
+        log_metric("accuracy/unread", sum(judgement.answer_parsed == NO_ANSWER for judgement in judged) / len(judged))
     if log_metric and (late := sum(judgement.answer_parsed == OUT_OF_TIME for judgement in judged)):
         log_metric("accuracy/out_of_time", late)
     return [judgement.score for judgement in judged]

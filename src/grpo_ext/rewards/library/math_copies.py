@@ -17,8 +17,8 @@ def question_of(prompt: Completion) -> str:
     """Return the text of the question: the whole prompt, or its last message that is not the assistant's."""
     if isinstance(prompt, str):
         return prompt
-    asked = [message for message in prompt if message.get("role") != "assistant"]
-    return content_text(asked[-1].get("content")) if asked else ""
+    messages = [message for message in prompt if message.get("role") != "assistant"]
+    return content_text(messages[-1].get("content")) if messages else ""
 
 
 def copied(reference: MathValue, answer: MathValue, prompt: Completion, *, formulas: bool = True) -> bool:
@@ -30,11 +30,11 @@ def copied(reference: MathValue, answer: MathValue, prompt: Completion, *, formu
     if _shape(answer.formula) == "" or _numbers(answer.formula) == _numbers(reference.formula):
         return False
     question = clean(question_of(prompt))
-    asked = {*_numbers(question), *_numbers(question.replace("%", ""))}
-    asked |= {int(whole or 0) + int(top) / int(bottom) for whole, top, bottom in _MIXED.findall(question)}
+    numbers = {*_numbers(question), *_numbers(question.replace("%", ""))}
+    numbers |= {int(whole or 0) + int(top) / int(bottom) for whole, top, bottom in _MIXED.findall(question)}
     if _shape(answer.formula) != "/":  # 1/2 may be worked out where the question says "one of two"
-        asked |= {float(NUMERALS[word]) for word in re.findall("[a-z]+", question.lower()) if word in NUMERALS}
-    if not _shape(reference.formula).strip("/:") and sum(n in asked for n in _numbers(answer.formula)) >= 2:
+        numbers |= {float(NUMERALS[word]) for word in re.findall("[a-z]+", question.lower()) if word in NUMERALS}
+    if not _shape(reference.formula).strip("/:") and sum(n in numbers for n in _numbers(answer.formula)) >= 2:
         return True
     written, expected, asked_text = (_DRESS.sub("", text) for text in (answer.formula, reference.formula, question))
     return formulas and written != expected and written.strip("()[]") in asked_text

@@ -119,8 +119,8 @@ def _parse(formula: str) -> Any:
     # Units are removed already; math-verify may mistake a factor for one: the t of -16t^2 + 80t.
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))
-    found = parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=None)
-    value = found[0] if found else None
+    values = parse(latex, [config], fallback_mode="no_fallback", parsing_timeout=None)
+    value = values[0] if values else None
     if isinstance(value, sympy.Expr) and not value.has(sympy.Abs):  # \\sqrt{1/m} is 1/\\sqrt{m}
         return value.subs({symbol: sympy.Symbol(symbol.name, positive=True) for symbol in value.free_symbols})
     return value

@@ -129,8 +129,8 @@ def find(text: str, where: str = "auto") -> Found | None:
     """Return the contents of the marks of an `answer_part`, or None; `where` may admit only one kind."""
     reasons = _REASONS.search(text) is not None  # an open tag: nothing but a tag behind it is an answer
     for kind, look in (("tag", _tagged), ("boxed", _boxed), ("hash", _hashed), ("", _in_json), ("", _said)):
-        if where in ("auto", kind) and not (reasons and kind != "tag") and (found := look(text)) is not None:
-            return found
+        if where in ("auto", kind) and not (reasons and kind != "tag") and (marks := look(text)) is not None:
+            return marks
     return _unmarked(text) if where in ("auto", "last") and not reasons else None
 
 
@@ -148,13 +148,13 @@ def _tagged(text: str) -> Found | None:
 
 def _within(content: str) -> str:
     """Return the content of a tag, or of the one mark in it beside which it has no number."""
-    if (found := _in_json(content) or _boxed(content) or _hashed(content) or _said(content)) is None:
+    if (marks := _in_json(content) or _boxed(content) or _hashed(content) or _said(content)) is None:
         return content
     rest = content
-    for part in filter(None, found.contents):
+    for part in filter(None, marks.contents):
         rest = rest.replace(part, "")
-    whole = found.joined or len(found.contents) == 1
-    return ", ".join(found.contents) if whole and not re.search(r"\d", rest) else ""
+    whole = marks.joined or len(marks.contents) == 1
+    return ", ".join(marks.contents) if whole and not re.search(r"\d", rest) else ""
 
 
 def _boxed(text: str) -> Found | None:

@@ -86,8 +86,8 @@ def _unit(word: str) -> str:
 
 def _is_asked(text: str, question: str) -> bool:
     """Return whether a text consists of words that the question has."""
-    words, asked = re.findall(r"[^\W\d_]+", text.lower()), question.lower()
-    has = [re.search(rf"(?<![^\W\d_]){word}(?![^\W\d_])" if word < "\u0e00" else word, asked) for word in words]
+    words, lowered = re.findall(r"[^\W\d_]+", text.lower()), question.lower()
+    has = [re.search(rf"(?<![^\W\d_]){word}(?![^\W\d_])" if word < "\u0e00" else word, lowered) for word in words]
     return 0 < len(words) <= 6 and re.sub(r"[\W_]", "", text.lower()) == "".join(words) and all(has)
 
 

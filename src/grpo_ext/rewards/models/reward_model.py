@@ -137,10 +137,10 @@ def scorer_from(options: Mapping[str, Any]) -> RewardModelScorer:
     Raises:
         ValueError: an option is unknown or out of range, or `model` is missing.
     """
-    known = [option.name for option in fields(RewardModelScorer)]
+    names = [option.name for option in fields(RewardModelScorer)]
     for name in options:
-        if name not in known:
-            raise OptionError(f"reward_model.{name}", options[name], "no such option", did_you_mean(str(name), known))
+        if name not in names:
+            raise OptionError(f"reward_model.{name}", options[name], "no such option", did_you_mean(str(name), names))
     if not isinstance(options.get("model"), str):
         raise OptionError("reward_model", dict(options), "it has no model", "Add model: a hub id or a folder.")
     return RewardModelScorer(**options)

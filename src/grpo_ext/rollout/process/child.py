@@ -91,9 +91,9 @@ class Decoder:
                 hooked.enter_context(block.register_forward_hook(after_forward))
             output = cast(Any, self.model).generate(**inputs, generation_config=config, custom_generate=method)
         rows = zip(output[:, ids.shape[1] :].tolist(), request.limits, strict=True)
-        found = [ended(row[:limit], settings.ends) for row, limit in rows]
-        supports: Sequence[Tensor | None] = record.supports(found) or [None] * count
-        of_rows = zip(found, record.logps[-1].tolist(), supports, strict=True)
+        completions = [ended(row[:limit], settings.ends) for row, limit in rows]
+        supports: Sequence[Tensor | None] = record.supports(completions) or [None] * count
+        of_rows = zip(completions, record.logps[-1].tolist(), supports, strict=True)
         return [Sampled(row, its[: len(row)], sets) for row, its, sets in of_rows]
 
 
@@ -132,5 +132,5 @@ def _cast_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Let an LM head in float32 compute in it, as TRL's `cast_lm_head_to_fp32` does."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     assert isinstance(head, nn.Module)
-    head.register_forward_pre_hook(lambda _, given: (given[0].float(), *given[1:]))
-    embeddings.register_forward_hook(lambda _, given, output: output.to(dtype))
+    head.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
+    embeddings.register_forward_hook(lambda _, args, output: output.to(dtype))

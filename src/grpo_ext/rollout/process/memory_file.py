@@ -53,9 +53,9 @@ def load(model: nn.Module, table: Table, descriptor: int) -> None:
     """
     parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     targets = dict(parameters) | dict(buffers)
-    given = {place.name for place in table}
-    found = {id(targets[name]) for name in given & targets.keys()}
-    strange = given - targets.keys() or {name for name, target in targets.items() if id(target) not in found}
+    names = {place.name for place in table}
+    loaded = {id(targets[name]) for name in names & targets.keys()}
+    strange = names - targets.keys() or {name for name, target in targets.items() if id(target) not in loaded}
     strange |= {p.name for p in table if p.name in targets and p.shape != targets[p.name].shape}
     if strange:
         raise ValueError(

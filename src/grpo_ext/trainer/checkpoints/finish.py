@@ -46,9 +46,9 @@ def finished(output_dir: Path) -> dict[str, Any] | None:
 
 
 def _malformed(content: Any) -> str | None:
-    known = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in _KINDS.items())
-    lengths = [content["recipe"].get(key) for key in ("max_steps", "num_train_epochs")] if known else []
-    if not known or not all(isinstance(number, int | float) for number in lengths):
+    is_record = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in _KINDS.items())
+    lengths = [content["recipe"].get(key) for key in ("max_steps", "num_train_epochs")] if is_record else []
+    if not is_record or not all(isinstance(number, int | float) for number in lengths):
         return "is not the record of a run"
     return wrong_entry(content["files"])
 
@@ -158,19 +158,19 @@ def move_aside(output_dir: Path, aside: str, step: int = -1) -> bool:
         return False
     names = dict.fromkeys([*content["files"], OBJECTIVE_FILE, METRICS_FILE, CARD])
     beside = [output_dir / name for name in names if (output_dir / name).exists() and _lies_in(output_dir, name)]
-    found = (*beside, *_recorded_after(step, output_dir), *checkpoints, *ended)
-    for path in found:
+    paths = (*beside, *_recorded_after(step, output_dir), *checkpoints, *ended)
+    for path in paths:
         place = output_dir / aside / path.relative_to(output_dir)
         place.parent.mkdir(parents=True, exist_ok=True)
         path.rename(place)
-    if found:
+    if paths:
         sync(output_dir / aside)
         sync(output_dir)
-    return bool(found)
+    return bool(paths)
 
 
 def _recorded_after(step: int, output_dir: Path) -> list[Path]:
     """Return evaluations, completions and failures of later steps, which the run will write again."""
-    found = [path for folder in RECORDS for path in (output_dir / folder).rglob("*")]
-    steps = {path: _OF_A_STEP.match(path.name) for path in found}
+    paths = [path for folder in RECORDS for path in (output_dir / folder).rglob("*")]
+    steps = {path: _OF_A_STEP.match(path.name) for path in paths}
     return sorted(path for path, match in steps.items() if match and int(match[1]) > step)

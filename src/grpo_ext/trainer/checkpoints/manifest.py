@@ -64,8 +64,8 @@ def share(files: Iterable[Path]) -> None:
 
 def files_in(folder: Path) -> list[str]:
     """Return relative names of all files except the manifest and hidden ones, which file managers and NFS leave."""
-    found = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
-    return sorted(p.as_posix() for p in found if p.as_posix() != MANIFEST and not p.name.startswith("."))
+    relative = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    return sorted(p.as_posix() for p in relative if p.as_posix() != MANIFEST and not p.name.startswith("."))
 
 
 def entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -168,21 +168,21 @@ def damage(folder: Path, *, hashes: bool = True) -> list[str]:
     content = read(folder / MANIFEST)
     if isinstance(content, str):
         return [content]
-    found = []
+    messages = []
     if step_of(folder) not in (None, content.get("step")):
-        found.append(f"its {MANIFEST} is that of checkpoint-{content.get('step')}")
+        messages.append(f"its {MANIFEST} is that of checkpoint-{content.get('step')}")
     if content.get("weights_alone"):
-        found.append("it holds only weights (save_only_model), from which a run cannot resume")
-    found += changes(folder, content["files"], hashes=hashes)
+        messages.append("it holds only weights (save_only_model), from which a run cannot resume")
+    messages += changes(folder, content["files"], hashes=hashes)
     unlisted = sorted(set(files_in(folder)) - set(content["files"]))
-    return found + [f"{name} does not belong to it" for name in unlisted if _READ_IF_PRESENT.fullmatch(name)]
+    return messages + [f"{name} does not belong to it" for name in unlisted if _READ_IF_PRESENT.fullmatch(name)]
 
 
 def changes(folder: Path, files: dict[str, dict[str, Any]], *, hashes: bool = True) -> list[str]:
     """Return messages about files that differ from a manifest."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda item: _change(folder / item[0], item[0], item[1], hashes), files.items())
-        return [change for change in found if change]
+        compared = pool.map(lambda item: _change(folder / item[0], item[0], item[1], hashes), files.items())
+        return [change for change in compared if change]
 
 
 def _change(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> str | None:

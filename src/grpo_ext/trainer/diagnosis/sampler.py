@@ -61,8 +61,8 @@ _TURN: _Place = FIRST_TURN, LATER_TURNS
 
 def _reaches(history: History, name: str, rows: int) -> int:
     """Return in how many of the last rows completions reach a place; 0 for a single one, and for a shorter log."""
-    found = len(history.recent(name, rows))
-    return found if found > 1 and history.rows >= rows else 0
+    reached = len(history.recent(name, rows))
+    return reached if reached > 1 and history.rows >= rows else 0
 
 
 def _behind(history: History, place: _Place, rows: int) -> tuple[History, list[float], list[float]]:
@@ -98,15 +98,15 @@ def _place(history: History, rows: int) -> _Place | None:
     """
     first, *deeper = [name for name in DEPTHS if _reaches(history, name, rows)] or [""]
     places = [_TURN, *((first, deepest) for deepest in deeper[-1:])]
-    found = max(places, key=lambda place: _sharpness(history, place, rows))
+    sharpest = max(places, key=lambda place: _sharpness(history, place, rows))
     truncated = _one_sided(history, history.last(MISMATCH, rows), _TRUNCATED)
-    return found if _sharpness(history, found, rows) >= _SHARP and not truncated else None
+    return sharpest if _sharpness(history, sharpest, rows) >= _SHARP and not truncated else None
 
 
 def _by_depth(history: History, rows: int) -> str:
     """Return the mismatches of all depths."""
-    found = ((first, history.recent(name, rows)) for name, (first, _) in DEPTHS.items())
-    return ", ".join(f"{median(values):.3g} from token {first + 1:,}" for first, values in found if values)
+    by_depth = ((first, history.recent(name, rows)) for name, (first, _) in DEPTHS.items())
+    return ", ".join(f"{median(values):.3g} from token {first + 1:,}" for first, values in by_depth if values)
 
 
 def _placed(history: History, place: _Place) -> str:
@@ -148,8 +148,8 @@ def truncated(history: History) -> str:
     values = _everywhere(history, ROWS, _ONE_SIDED)
     if not values or min(values) > _ANOTHER_TEXT or not _one_sided(history, values):
         return ""
-    found = _nats(history, MISMATCH, values)
-    return f"{found}, all of it one-sided (sampling/bias): the sampler is surer of what it draws"
+    nats = _nats(history, MISMATCH, values)
+    return f"{nats}, all of it one-sided (sampling/bias): the sampler is surer of what it draws"
 
 
 def _two_sided(history: History) -> list[float]:
