@@ -129,14 +129,14 @@ def find_trained(name: str, *, trust_remote_code: bool = False) -> Trained:
     Raises:
         ConfigError: the folder does not exist, holds no model, or its record is malformed.
     """
-    model, record = _found(name)
+    model, record = _model_and_record(name)
     if not isinstance(record, dict) or (wrong := [k for k in _READ if k in record and not fits(record[k], _READ[k])]):
         what = f"its record of {wrong[0]} is of the wrong type" if isinstance(record, dict) else "it is not a mapping"
         raise ConfigError([Problem(str(Path(model) / RECIPE_FILE), ABSENT, what, "Name another folder.")])
     return Trained(model, record, trust_remote_code)
 
 
-def _found(name: str) -> tuple[str, Any]:
+def _model_and_record(name: str) -> tuple[str, Any]:
     """Return the model's path or hub id, and the record of its training."""
     folder = Path(name).expanduser()
     if name in LESSONS:

@@ -77,7 +77,7 @@ def as_dataset(data: Any, name: str) -> Any:
     if data is None or isinstance(data, Dataset | IterableDataset):
         return data
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
-        return _made(Dataset.from_pandas, name, data, preserve_index=False)
+        return _table(Dataset.from_pandas, name, data, preserve_index=False)
     data = data() if callable(data) else data
     if isinstance(data, str) or not isinstance(data, Iterable):
         cure = "Give a Dataset, a list of rows, a frame or a generator."
@@ -88,10 +88,10 @@ def as_dataset(data: Any, name: str) -> Any:
             error = RowError(f"{row!r:.60} does not map columns to values", "Write {'prompt': ..., 'solution': ...}.")
             raise ConfigError([error.at(f"{name}, row {index} (from 0)")])
     columns = dict.fromkeys(column for row in rows for column in row)  # `from_list` reads those of the first row only
-    return _made(Dataset.from_dict, name, {column: [row.get(column) for row in rows] for column in columns})
+    return _table(Dataset.from_dict, name, {column: [row.get(column) for row in rows] for column in columns})
 
 
-def _made(make: Callable[..., Dataset], name: str, *args: object, **kwargs: object) -> Dataset:
+def _table(make: Callable[..., Dataset], name: str, *args: object, **kwargs: object) -> Dataset:
     try:
         return make(*args, **kwargs)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:

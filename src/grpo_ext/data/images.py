@@ -83,7 +83,7 @@ def _missing(dataset: Dataset, names: list[str], source: str, folder: Path | Non
     for name in (name for name in names if _is_path(_leaf(dataset, name))):
         for index, values in enumerate(dataset.select_columns([name])[name]):
             for path in _listed(values):
-                if path is not None and not _found(path, folder).is_file():
+                if path is not None and not _in_folder(path, folder).is_file():
                     error = RowError(f"no file {path!r}", "Paths count from the folder of the data's file.", name)
                     yield error.at(f"{source}, row {index} (from 0)")
                     return
@@ -96,7 +96,7 @@ def _texts(dataset: Dataset, names: list[str], source: str) -> Iterator[Problem]
         yield Problem(f"{source}, column 'prompt'", ABSENT, reason, "Write [{role: user, content: ...}].")
 
 
-def _found(path: str, folder: Path | None) -> Path:
+def _in_folder(path: str, folder: Path | None) -> Path:
     return (folder or Path()) / Path(path).expanduser()
 
 
@@ -107,7 +107,7 @@ def _opened(dataset: Dataset, name: str, folder: Path | None) -> Dataset:
     if _is_path(leaf):
 
         def absolute(values: Any) -> dict[str, Any]:
-            whole = [None if path is None else str(_found(path, folder).absolute()) for path in _listed(values)]
+            whole = [None if path is None else str(_in_folder(path, folder).absolute()) for path in _listed(values)]
             return {name: whole if isinstance(values, list) else whole[0]}
 
         dataset = dataset.map(absolute, input_columns=name, load_from_cache_file=False)

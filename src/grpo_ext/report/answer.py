@@ -65,7 +65,7 @@ def held_out(run: RunFolder) -> list[_Change]:
         if (step := _step(run, result)) is not None:
             by_set.setdefault(result["set"], []).append((step, result))
     changes = [change for name, results in by_set.items() for change in _changes(name, results)]
-    points = _known(run, "eval_reward")
+    points = _points(run, "eval_reward")
     if not changes and len(points) > 1:
         return [_Change("eval_reward", _Value(*points[0]), _Value(*points[-1]))]
     return changes
@@ -110,14 +110,14 @@ def _value(step: float, figure: Mapping[str, float]) -> _Value:
     return _Value(step, figure["mean"], *(end if isinstance(end, int | float) else math.nan for end in ends))
 
 
-def _known(run: RunFolder, name: str) -> list[tuple[float, float]]:
+def _points(run: RunFolder, name: str) -> list[tuple[float, float]]:
     """Return steps and values of a logged metric, without NaN."""
     return [(s, v) for s, v in zip(*run.series().get(name, ([], [])), strict=True) if not math.isnan(v)]
 
 
 def in_training(run: RunFolder) -> _Change | None:
     """Return the mean reward of the first and the last tenth of the logs, at least three, with two standard errors."""
-    points = _known(run, "reward")
+    points = _points(run, "reward")
     if len(points) < 2 * _LEAST:
         return None
     count = max(_LEAST, len(points) // 10)
@@ -139,7 +139,7 @@ def sentence(run: RunFolder) -> str:
     if reward is None:
         return f"Unknown: no held-out evaluation, and fewer than {2 * _LEAST} logs of the reward."
     noise = "" if reward.verdict != "Not shown" else ", which may be noise"
-    once = run.evaluations or _known(run, "eval_reward")
+    once = run.evaluations or _points(run, "eval_reward")
     why = "they were evaluated only once" if once else "none were evaluated (eval_sets, eval_strategy)"
     return f"Unknown on held-out prompts: {why}. The {reward}{noise}."
 
@@ -155,10 +155,10 @@ def _only_in_training(run: RunFolder, changes: Sequence[_Change]) -> str:
 def spent(run: RunFolder) -> dict[str, str]:
     """Return the time of all steps and the tokens of a run, if they were logged."""
     figures = {}
-    if steps := _known(run, "step_time"):  # train_runtime begins anew where a run is resumed
+    if steps := _points(run, "step_time"):  # train_runtime begins anew where a run is resumed
         before = [0.0, *(step for step, _ in steps)]
         taken = sum(mean * (step - last) for (step, mean), last in zip(steps, before, strict=False))
         figures["time"] = f"{taken / 3600:.2f} hours" if taken >= 3600 else f"{taken:.0f} s"
-    if tokens := _known(run, "num_tokens"):
+    if tokens := _points(run, "num_tokens"):
         figures["tokens"] = f"{tokens[-1][1]:,.0f}"
     return figures

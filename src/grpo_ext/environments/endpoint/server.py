@@ -70,7 +70,7 @@ class Endpoint:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         plain: dict[str, Any] = {"loop": "asyncio", "ws": "none", "lifespan": "off"}
         quiet: dict[str, Any] = {"log_config": None, "log_level": "critical", "access_log": False}
-        self._known = dict[Any, int]()
+        self._clients = dict[Any, int]()
         """Addresses of connections that have sent a key, with its episode's number."""
         limits: dict[str, Any] = {"timeout_keep_alive": _IDLE_SECONDS, "backlog": _BACKLOG}
         config = uvicorn.Config(self._application(), http=self._protocol(), **limits, **plain, **quiet)
@@ -120,7 +120,7 @@ class Endpoint:
         """Return the protocol of connections: so many at most, and none that stays without a key."""
         from uvicorn.protocols.http.h11_impl import H11Protocol  # httptools would read headers without end
 
-        clients, most = self._known, _most_connections()
+        clients, most = self._clients, _most_connections()
 
         class Protocol(H11Protocol):
             def connection_made(self, transport: Any) -> None:
@@ -203,9 +203,9 @@ class Endpoint:
         if (line := self._lines.get(number)) is None:
             raise _ended()
         client, most = request.scope["client"], _most_connections() // 4
-        if client not in self._known and [*self._known.values()].count(number) >= most:
+        if client not in self._clients and [*self._clients.values()].count(number) >= most:
             raise Refused(f"the episode has {most} connections", "too_many_connections", 429)
-        self._known[client] = number
+        self._clients[client] = number
         return line
 
     async def _replies(self, line: Line, request: ChatRequest) -> list[Reply] | Refused:

@@ -79,7 +79,7 @@ class Command(Agent):
             if not (isinstance(value, list | tuple) and value and all(isinstance(part, str) for part in value)):
                 cure = "Write the program and its arguments: [python, a.py]."
                 yield Problem(name, value, "not a list of texts", cure)
-            elif not _found(value[0], env):
+            elif not _is_program(value[0], env):
                 yield Problem(name, value[0], "no such program", "Install it, or correct its path.")
         if reward not in ("exit", "file", "none"):
             yield Problem("reward", reward, "not a kind of reward", "Set exit, file or none.")
@@ -165,7 +165,7 @@ class Command(Agent):
             raise CommandFailed(f"no number in reward_file={self._file} ({error}). {self.output}") from None
 
 
-def _found(program: str, env: object) -> bool:
+def _is_program(program: str, env: object) -> bool:
     """Return whether a program is there, or is looked for in the episode only."""
     of_the_episode = _PLACE.search(program) or ("/" in program and not Path(program).is_absolute())
     return bool(of_the_episode or (isinstance(env, Mapping) and "PATH" in env) or shutil.which(program))
