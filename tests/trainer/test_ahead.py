@@ -179,7 +179,7 @@ def test_a_generation_is_sampled_while_an_earlier_one_trains(tmp_path):
         def training_step(self, *args, **kwargs):
             begun.set()
             loss = super().training_step(*args, **kwargs)
-            steps.append([*self.collector.ahead.asked])
+            steps.append([*self.collector.ahead.submitted])
             return loss
 
     args = GRPOExtConfig(output_dir=str(tmp_path), **SETTINGS, rollout_ahead=1)

@@ -1,7 +1,7 @@
 """Check mappings in a recipe: known keys, types, bounds and required keys, for entries and for options of functions.
 
     SET = Spec.of(EvalSet, "data", "rewards", example="{name: test, samples: 4}", reward_funcs=list)
-    problems = [*SET.list_problems("eval_sets", given)]
+    problems = [*SET.list_problems("eval_sets", entries)]
 
 Bounds are part of a type, `Annotated[float, Within(above=0.0)]`, and so are choices, `Literal["none", "zero"]`.
 """

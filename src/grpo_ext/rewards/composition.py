@@ -131,7 +131,7 @@ class _Entry:
 
     Args:
         place: its name in messages.
-        given: the entry, a mapping if it is right.
+        entry: what the recipe has, a mapping if it is right.
         folder: the recipe's folder.
     """
 

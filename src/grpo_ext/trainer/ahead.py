@@ -51,15 +51,15 @@ class Running:
         schedule: who samples what, and when.
         numbers: numbers of the rows of each later generation, of all processes.
         background: completes and scores.
-        asked: generations that were submitted and not yet taken, each with its request, unless a checkpoint had it,
-            and with what is made of it.
+        submitted: generations that were submitted and not yet taken, each with its request, unless a checkpoint had
+            it, and with what is made of it.
         generation: the generation that begins to train, until all its completions are known.
     """
 
     schedule: Schedule
     numbers: Iterator[list[int]]
     background: BackgroundWorker
-    asked: dict[int, tuple[Asked | None, Submitted]] = field(default_factory=dict)
+    submitted: dict[int, tuple[Asked | None, Submitted]] = field(default_factory=dict)
     generation: int | None = None
 
 
@@ -87,9 +87,9 @@ class RolloutsAhead:
     _generation: tuple[Sequence[AttemptId], RolloutBatch] | None = None
 
     @property
-    def asked(self) -> Sequence[int]:
+    def submitted(self) -> Sequence[int]:
         """Windows that were submitted and not yet taken."""
-        return sorted(self._running.asked) if self._running is not None else ()
+        return sorted(self._running.submitted) if self._running is not None else ()
 
     @contextmanager
     def taking(self, rows: Rows) -> Iterator[None]:
@@ -107,7 +107,7 @@ class RolloutsAhead:
         self._generation = self.hooks.attempts_of(generation, count), self._take(running, generation, rows)
         yield
         self._generation, running.generation = None, None
-        del running.asked[generation]  # till here a lost sampler may end the run before the generation trains
+        del running.submitted[generation]  # till here a lost sampler may end the run before the generation trains
         self._obey(running, running.schedule.after(generation), count)
 
     def finished(self, attempts: Sequence[AttemptId]) -> RolloutBatch | None:
@@ -164,14 +164,14 @@ class RolloutsAhead:
         generations, needed = list[tuple[int, RolloutBatch | None]](), set[int]()
         if waits or samples_by_server(self.hooks.args):
             running.background.wait()
-        for generation, (_, submitted) in sorted(running.asked.items()):
+        for generation, (_, submitted) in sorted(running.submitted.items()):
             version, rollouts = running.schedule.version(generation), submitted.made()
             kept = None if rollouts is None else in_flight.to_be_kept(rollouts)
             generations.append((version, kept))
             needed |= {version} if replaces or kept is None else set()
         copies = {version: self.sampler.copy_of(version) for version in sorted(needed)}
         weights = {version: copy for version, copy in copies.items() if copy is not None}
-        return InFlight(generations, weights, min(running.asked, default=0))
+        return InFlight(generations, weights, min(running.submitted, default=0))
 
     def _started(self, first: int, count: int) -> Running:
         """Return the state of a run that begins or resumes with the generation `first`, of `count` rows a process."""
@@ -200,7 +200,7 @@ class RolloutsAhead:
                 self._submit(running, generation, version, count, finished, min(published, hooks.state.global_step))
             else:
                 next(running.numbers)
-                running.asked[generation] = None, done(finished)
+                running.submitted[generation] = None, done(finished)
         return running
 
     def _obey(self, running: Running, orders: Orders, count: int) -> None:
@@ -239,11 +239,11 @@ class RolloutsAhead:
         supports = scores_over_support(hooks.args)
         request = RolloutRequest(rows, prompts, ids, attempts, limit, version, step, supports=supports)
         queued = Asked(request, replace(state, global_step=step, log_history=history))
-        running.asked[generation] = queued, running.background.submit(queued, finished)
+        running.submitted[generation] = queued, running.background.submit(queued, finished)
 
     def _take(self, running: Running, generation: int, rows: Rows) -> RolloutBatch:
         """Wait for the completions of the generation that begins to train."""
-        queued, submitted = running.asked[generation]
+        queued, submitted = running.submitted[generation]
         if queued is not None and [row["prompt"] for row in queued.request.rows] != [row["prompt"] for row in rows]:
             reason = "the dataloader's rows are not those of the training set in the sampler's order"
             cure = "Remove it, or what changes rows or their order on the way."

@@ -67,7 +67,7 @@ def by_place(
 
     Args:
         values: of each token, [rows, time].
-        known: tokens that count.
+        counted: tokens that count.
         later: what `later_turns` returned; None where no row has several turns.
         parents: as of `later_turns`.
     """
