@@ -154,7 +154,7 @@ OURS = {
     *("advantage_estimator", "advantage_kwargs", "missing_rewards", "loss_aggregation"),
     *("loss_aggregation_kwargs", "dynamic_sampling", "dynamic_sampling_max_rounds"),
     *("completion_length_counts", "environment_waves", "rollout_engine", "rollout_device"),
-    *("rollout_ahead", "micro_batch_tokens", "vllm_weight_transfer", "vllm_push"),
+    *("rollout_ahead", "micro_batch_tokens", "vllm_weight_transfer", "vllm_push", "replay_routes"),
     *("vllm_dtype", "sampler_correction", "old_logps", "vllm_engine_kwargs", "rollout_drift", "rollout_drift_action"),
 }
 

@@ -109,7 +109,14 @@ def test_all_processes_make_the_same_collectives_in_the_same_order(length):
     )
     with torch.no_grad():
         within_budget(
-            TokenBudget(30, sharing, partial(agreed, "limit")), score, torch.ones_like(mask), mask, 10, None, None
+            TokenBudget(30, sharing, partial(agreed, "limit")),
+            score,
+            torch.ones_like(mask),
+            mask,
+            10,
+            None,
+            None,
+            None,
         )
     assert calls == ["limit", *["sharing"] * 4]
 

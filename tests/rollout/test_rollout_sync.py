@@ -471,7 +471,13 @@ def test_a_server_that_returns_other_log_probabilities_than_the_samplers_is_refu
 ):
     """vLLM's default are those before the temperature, by which the correction would be wrong at each token."""
     policy, tokenizer = tiny.model(), tiny.tokenizer()
-    settings = {"with_support": with_support, "temperature": temperature, "top_k": 4, "dtype": "auto"}
+    settings = {
+        "with_support": with_support,
+        "with_routes": False,
+        "temperature": temperature,
+        "top_k": 4,
+        "dtype": "auto",
+    }
     found = Generation.__new__(Generation)
     vars(found).update(settings, model=policy, processing_class=tokenizer, engine_kwargs={}, max_completion_length=8)
     ids = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
@@ -530,6 +536,14 @@ def test_a_server_on_a_cpu_beside_training_cuts_no_prompt(quickstart_model):
 
 
 @pytest.mark.vllm
+def test_a_server_returns_routes_if_its_recipe_replays_them(quickstart_model):
+    name = "--enable-return-routed-experts"
+    for replays in (True, False):
+        recipe = packaged(quickstart_model, replay_routes=replays)
+        assert (name in flags(recipe), serve.wanted(recipe).routes) == ((True, True) if replays else (False, None))
+
+
+@pytest.mark.vllm
 def test_options_of_the_engine_are_words_of_the_servers_command(quickstart_model):
     options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "compilation_config": {"mode": 0}}
     found = serve.command(packaged(quickstart_model, vllm_engine_kwargs=json.dumps(options)), "127.0.0.1", 8000)
@@ -550,8 +564,9 @@ def test_options_reach_a_colocated_engine_over_those_of_trl(monkeypatch):
     accelerator.state, accelerator.distributed_type = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None), "NO"
     options = {"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"}
     policy = tiny.model()
-    Generation(policy, accelerator, None, max_num_seqs=8, dtype="bfloat16", engine_kwargs=options)
+    Generation(policy, accelerator, None, max_num_seqs=8, dtype="bfloat16", engine_kwargs=options, with_routes=True)
     (found,) = given
+    assert found["enable_return_routed_experts"]
     assert options.items() <= found.items()
     assert (found["dtype"], found["max_num_seqs"], found["logprobs_mode"]) == ("bfloat16", 8, "processed_logprobs")
 

@@ -45,7 +45,7 @@ def made(mode="colocate", **further):
     settings |= {"max_completion_length": 4, "structured_outputs_regex": None, "enable_sleep_mode": False}
     settings |= {"generation_kwargs": {}, "tensor_parallel_size": 1, "model": torch.nn.Linear(1, 1), "llm": Engine()}
     state = PartialState()
-    settings |= {"accelerator": state, "mode": mode, "with_support": False}
+    settings |= {"accelerator": state, "mode": mode, "with_support": False, "with_routes": False}
     vars(found).update(settings | further)
     return found
 

@@ -22,6 +22,7 @@ NOT_HERE = (
         "the drift check",
         "the drift check, with an adapter",
         "mixtures of experts",
+        "replay_routes",
         "eval_sets",
     ),
 )

@@ -94,6 +94,7 @@ def wanted(recipe: Recipe) -> ServerFacts:
         max_logprobs=most_logprobs(c.top_k) if with_support else None,
         weight_transfer=transfer_engine(recipe, slots),
         **{"max_loras": 0} | slots,
+        routes=c.replay_routes or None,
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
     )
 
@@ -121,6 +122,7 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
     if on_cpu(recipe) and samples_by_server(c) and "max_num_batched_tokens" not in given_options(c):
         flags["--max-num-batched-tokens"] = MANY_TOKENS
     switches = {"--enforce-eager": on_cpu(recipe), "--enable-lora": slots, "--trust-remote-code": c.trust_remote_code}
+    switches["--enable-return-routed-experts"] = c.replay_routes
     line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in flags.items():
         line += [name, str(value)] if value is not None else []

@@ -10,6 +10,7 @@ from grpo_ext.config.fields import choice_problems, path_problems, range_problem
 from grpo_ext.config.loss import LOSS_RULES
 from grpo_ext.config.mappings import KEYWORD_RULES, mapping_problems
 from grpo_ext.config.process_engine import PROCESS_RULES
+from grpo_ext.config.routes import ROUTE_RULES
 from grpo_ext.config.rules import Rule, as_far_as_sound, without
 from grpo_ext.config.run import RUN_RULES
 from grpo_ext.config.sampler import SAMPLER_RULES
@@ -19,7 +20,7 @@ from grpo_ext.errors import Problem
 
 RELATIONS: tuple[Rule, ...] = (
     *(*BATCH_RULES, *ENGINE_RULES, *VLLM_RULES, *SAMPLER_RULES, *RUN_RULES, *KEYWORD_RULES),
-    *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *ADDED_LOSS_RULES, *AHEAD_RULES),
+    *(*PROCESS_RULES, *TRUNCATION_RULES, *LOSS_RULES, *ADDED_LOSS_RULES, *AHEAD_RULES, *ROUTE_RULES),
 )
 """Rules between fields. A rule ends where it reads a field that is refused already, so each is about one matter."""
 

@@ -206,6 +206,12 @@ class TrainingSettings:
         choices=("auto", "float32", "bfloat16", "float16"),
         needs=VLLM,
     )
+    replay_routes: bool = setting(
+        False,
+        "Mixtures of experts: whether the forwards of the loss and of the old policy send each token to the experts "
+        "that vLLM sent it to, with the policy's own gate weights (R3, arXiv:2510.11370). false (default): each "
+        "forward chooses.",
+    )
     sampler_correction: dict | str | list | None = setting(
         None,
         "What corrects for a vLLM that is not quite the policy: {level, statistic, lower, upper, action, normalize}, "

@@ -23,6 +23,7 @@ SETTINGS_OF = {
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"), "vllm_push"),
     **dict.fromkeys(("lora_dtype", "lora_target_modules", "lora_modules", "default_mm_loras"), "vllm_push"),
     **dict.fromkeys(("max_logprobs", "return_sampling_mask"), "top_k"),
+    **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "replay_routes"),
     **dict.fromkeys(("generation_config", "override_generation_config", "logits_processors"), "generation_kwargs"),
 }
 """Options of the engine that a setting controls."""

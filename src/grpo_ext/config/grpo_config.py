@@ -41,7 +41,7 @@ REMOVED = {
         "it is gone: it was slower than training in turn",
         "Set rollout_ahead: 1, which samples and scores a generation while the one before it trains.",
     ),
-    "router_replay": ("it is gone: no engine's routes can be read yet", "Remove it."),
+    "router_replay": ("it is gone: it could not read vLLM's routes", "Set replay_routes: true, which replays those."),
     "replay_batches": ("it is gone: a run trains on what it samples", "Remove it."),
     "probe": ("it is gone: a run logs the seconds of a step's parts", "Train --max_steps 4; read metrics.jsonl."),
     "push_to_hub_revision": (

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.process_engine import samples_by_server, samples_in_process
+from grpo_ext.config.routes import rollout_problems as route_problems
 from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.vllm import splits_weights
 from grpo_ext.errors import ABSENT, Problem
@@ -16,6 +17,7 @@ def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Proble
         yield Problem("column 'image'", ABSENT, "TRL reads 'images' where both are given", "Keep one of them.")
     if not found:
         return
+    yield from route_problems(config, {found[0]: True})
     if samples_in_process(config):
         yield Problem("rollout_engine", "process", "the process does not take images", "Set rollout_engine: auto.")
     elif samples_by_server(config):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_ext.packing.images import COUNT, IMAGES, RowImages
 from grpo_ext.packing.layout import groups_of
+from grpo_ext.packing.routes import ROUTES
 from grpo_ext.packing.sampling_support import SUPPORTS
 
 
@@ -27,6 +28,8 @@ class MicroBatch(TypedDict, total=False):
     """Index of the token before each token of the completion, for trajectories with rewritten contexts."""
     sampling_supports: list[Tensor]
     """The sets that a truncated sampler drew each row's tokens from, as in `sampling_support`."""
+    routes: list[Tensor]
+    """The experts that the sampler sent each row's tokens to, as in `routes`."""
     advantages: Tensor
     """[rows] or [rows, time]."""
     marks: Tensor
@@ -186,7 +189,9 @@ def of_active_rows(
     rows, time = inputs["completion_ids"].shape
     if active.any():
         at = active.nonzero()[:, 0]
-        needed = {name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, SUPPORTS, IMAGES)}
+        needed = {
+            name: value for name, value in inputs.items() if name in (*TOKENS, PARENTS, SUPPORTS, ROUTES, IMAGES)
+        }
         batch = trim(rows_of(cast(MicroBatch, needed), at), prompts=False)
     elif IMAGES in inputs:
         sees = next((i for i, row in enumerate(inputs[IMAGES]) if int(row[COUNT])), 0)

@@ -76,6 +76,8 @@ def forward_obstacle(args: GRPOExtConfig) -> str | None:
     parallel = args.parallelism_config
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
         return "sequences are spread over processes"
+    if args.replay_routes:
+        return "completions have routes of their own in the prompt"
     return "torch_compile compiles the plain forward" if args.torch_compile else None
 
 

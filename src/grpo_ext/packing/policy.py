@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from grpo_ext.packing.forward import positions_moved, rounded_differently
 from grpo_ext.packing.layout import Layout, pack
 from grpo_ext.packing.obstacles import Policy, causal_lm, most_tokens, obstacles, text_model
 from grpo_ext.packing.recurrent import is_recurrent
+from grpo_ext.packing.routes import padded
 from grpo_ext.packing.sampling_support import SamplingSupport
 from grpo_ext.packing.tree import is_plain, pack_tree, plain_rows
 from grpo_ext.packing.windows import narrowed
@@ -115,7 +117,8 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 CURE = "Set shared_prefix to auto or false."
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Plain = Callable[..., Scores]
-"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions; `support`, their sets."""
+"""TRL's forward. Arguments: tokens and mask [rows, width], columns of completions; `support`, their sets; `experts`,
+the routes of their tokens, [tokens, layers, experts]."""
 Packed = Callable[..., Scores]
 """`forward.log_probs` of a model. Arguments: tokens, layout, columns of completions; `support` likewise."""
 
@@ -240,11 +243,13 @@ class PrefixSharing:
         compute_aux_loss: bool,
         parents: Tensor | None = None,
         support: Sequence[Tensor] | None = None,
+        routes: Sequence[Tensor] | None = None,
     ) -> Scores:
         """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time.
 
         `parents` [rows, completion], as in `tree`, of trajectories whose contexts were rewritten; `support` the sets
-        that each row's tokens were drawn from, as in `packing.sampling_support`.
+        that each row's tokens were drawn from, as in `packing.sampling_support`; `routes` as in `packing.routes`, of a
+        policy that shares no prompts.
         """
         parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}
@@ -259,7 +264,9 @@ class PrefixSharing:
                 logps, entropies, aux_loss = packed(ids, layout, completion, **extra, **given)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))
             else:
-                parts.append(self._by_rows(plain, ids, active, completion, tree, sets))
+                experts = None if routes is None else padded(routes[rows], active, completion).flatten(0, 1)
+                forward = plain if experts is None else partial(plain, experts=experts)
+                parts.append(self._by_rows(forward, ids, active, completion, tree, sets))
         return concatenated(parts)
 
     def _by_rows(

@@ -22,6 +22,7 @@ from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_active_rows
 from grpo_ext.packing.obstacles import causal_lm
 from grpo_ext.packing.policy import PrefixSharing, Scores, concatenated
+from grpo_ext.packing.routes import ROUTES, Replayed, routed
 from grpo_ext.packing.sampling_support import SUPPORTS, SamplingSupport
 from grpo_ext.packing.token_budget import Part, TokenBudget, within_budget
 
@@ -45,6 +46,7 @@ class Scorer:
 
     Attributes:
         way: how rows are scored; as by TRL until `choose_forward_mode` has compared it.
+        rerouted: replayed routes that were not the router's own choice, and all, since they were last read.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Scorer:
     ) -> None:
         self.trl, self.sharing, self.accelerator, self.forward_only = stock, sharing, accelerator, forward_only
         self.limit, self.temperature = limit, temperature
-        self.way, self.compared = ForwardMode(), False
+        self.way, self.compared, self.rerouted = ForwardMode(), False, torch.zeros(2)
         names = list(inspect.signature(stock).parameters)
         self.multimodal = names[names.index("compute_aux_loss") + 1 :]
         """Arguments of TRL's forward beside tokens: images and what they need."""
@@ -130,7 +132,9 @@ class Scorer:
 
         def forward(batch: MicroBatch) -> Scores:
             further: dict[str, Any] = {
-                name: value for name, value in batch.items() if name in (PARENTS, SUPPORTS, IMAGES, *self.multimodal)
+                name: value
+                for name, value in batch.items()
+                if name in (PARENTS, SUPPORTS, ROUTES, IMAGES, *self.multimodal)
             }
             return score(
                 model,
@@ -144,6 +148,11 @@ class Scorer:
             )
 
         return forward(inputs) if active is None else (*of_active_rows(forward, inputs, active), None)
+
+    def routes_changed(self) -> tuple[Tensor, Tensor]:
+        """Return the share of replayed routes since the last call that routers did not choose, and their number."""
+        (changed, count), self.rerouted = self.rerouted, torch.zeros(2)
+        return changed / count.clamp(min=1), count
 
     def parts(self, model: nn.Module, inputs: MicroBatch, active: Tensor | None = None) -> list[Part]:
         """Return the parts of a micro-batch whose losses have a forward and backward each, one after another.
@@ -168,6 +177,7 @@ class Scorer:
         *,
         parents: Tensor | None = None,
         sampling_supports: Sequence[Tensor] | None = None,
+        routes: Sequence[Tensor] | None = None,
         images: Sequence[RowImages] | None = None,
         **multimodal: Any,
     ) -> Scores:
@@ -175,7 +185,8 @@ class Scorer:
 
         `parents` [rows, logits_to_keep], as in `tree`, of trajectories whose contexts were rewritten;
         `sampling_supports` the sets that each row's tokens were drawn from, as in `sampling_support`, over which all
-        scores are then normalised; `images` those of each row, as in `images`.
+        scores are then normalised; `routes` the experts of each row's tokens, as in `routes`; `images` those of each
+        row, likewise.
 
         Raises:
             ValueError: rows with any of these or with a limit hold images, or TRL's LM head computes other positions
@@ -191,7 +202,9 @@ class Scorer:
             )
         if self.limit is not None and has_images:
             raise ValueError("rows with images are not cut by tokens yet. Unset micro_batch_tokens.")
-        plainly = all(x is None for x in (self.limit, parents, sampling_supports))
+        if routes is not None and (has_images or parents is not None):
+            raise ValueError("routes are not replayed with images or rewritten contexts. Remove replay_routes.")
+        plainly = all(x is None for x in (self.limit, parents, sampling_supports, routes))
         batch = input_ids, attention_mask, logits_to_keep, batch_size
         if images:
             return self._seeing(model, *batch, images, sampling_supports, options)
@@ -203,8 +216,8 @@ class Scorer:
         score: Callable[..., Scores] = partial(sharing.scores, plain, packed, **options)
         rows = input_ids, attention_mask, logits_to_keep
         if self.limit is not None:
-            return within_budget(self.limit, score, *rows, parents, sampling_supports)
-        return score(*rows, batch_size or len(input_ids), parents=parents, support=sampling_supports)
+            return within_budget(self.limit, score, *rows, parents, sampling_supports, routes)
+        return score(*rows, batch_size or len(input_ids), parents=parents, support=sampling_supports, routes=routes)
 
     def check(self, model: nn.Module, device: torch.device) -> None:
         """Compare the packed forward with the plain one, once, and share no prompts if they differ."""
@@ -221,10 +234,18 @@ class Scorer:
         mask: Tensor,
         completion: int,
         support: SamplingSupport | None = None,
+        experts: Tensor | None = None,
     ) -> Scores:
         sets = None if support is None else partial(support.of_positions, mask, completion)
-        with nullcontext() if sets is None else labelled_positions_only(ids.device, sets):
-            return self.stock(model, ids, mask, completion, **options, support=sets)
+        replayed = None if experts is None else Replayed(experts)
+        with (
+            nullcontext() if sets is None else labelled_positions_only(ids.device, sets),
+            nullcontext() if replayed is None else routed(self._base(model), replayed),
+        ):
+            scores = self.stock(model, ids, mask, completion, **options, support=sets)
+        if replayed is not None:
+            self.rerouted = self.rerouted.to(ids.device) + replayed.tally
+        return scores
 
     def _packed(
         self,

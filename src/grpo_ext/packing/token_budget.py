@@ -185,6 +185,7 @@ def within_budget(
     completion: int,
     parents: Tensor | None,
     support: Sequence[Tensor] | None,
+    routes: Sequence[Tensor] | None,
 ) -> Scores:
     """Score the last `completion` columns of rows [rows, width] piece by piece, by `PrefixSharing.scores`.
 
@@ -200,8 +201,9 @@ def within_budget(
         left, right = limit.columns(mask[rows], completion)
         part = input_ids[rows, left : start + right], mask[rows, left : start + right], right, len(rows)
         of_rows = None if parents is None else parents[rows, :right]
-        sets = None if support is None else [support[row] for row in rows.tolist()]
-        for found, values in zip((logps, entropies), score(*part, parents=of_rows, support=sets), strict=False):
+        sets, ways = (None if x is None else [x[row] for row in rows.tolist()] for x in (support, routes))
+        scores = score(*part, parents=of_rows, support=sets, routes=ways)
+        for found, values in zip((logps, entropies), scores, strict=False):
             if values is not None:
                 found.append(torch.nn.functional.pad(values, (0, completion - right)))
     one = input_ids[:1, start - 1 : start + 1]

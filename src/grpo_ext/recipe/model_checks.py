@@ -18,10 +18,12 @@ from grpo_ext.config.adapters import base_of, is_adapter, peft_problems
 from grpo_ext.config.added_losses import INITIAL, TEACHER, Distillation, added_losses, other_vocabulary
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.config.routes import route_problem
 from grpo_ext.config.rules import as_far_as_sound, refusal
 from grpo_ext.config.truncation import scores_over_support, unbounded_problems
 from grpo_ext.config.vllm import adapter_problem, leaves_packed, quantized_problem, whole_weights
 from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.packing.routes import no_routes
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.loading import load_tokenizer_of
 from grpo_ext.registry import did_you_mean
@@ -172,6 +174,8 @@ def _model_problems(empty: PreTrainedModel, model: ModelConfig, training: GRPOEx
     if training.router_aux_loss_coef and not hasattr(empty.config.get_text_config(), "output_router_logits"):
         reason = f"{type(empty).__name__} has no experts to balance"
         yield Problem("router_aux_loss_coef", training.router_aux_loss_coef, reason, "Remove it.")
+    if training.replay_routes and (obstacle := no_routes(empty)):
+        yield route_problem(obstacle)
     if training.use_vllm and scores_over_support(training):
         yield from unbounded_problems(training.top_k, empty.config.get_text_config().vocab_size)
     adapted = model.use_peft or is_adapter(model.model_name_or_path)

@@ -101,7 +101,7 @@ class FreshPrompts:
 
 Row: TypeAlias = tuple[Any, ...]
 """Row, prompt, prompt ids, ids, tool mask, completion, log-probabilities, images, those as tensors, sampling supports,
-logged columns, turn rewards."""
+routes, logged columns, turn rewards."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Batch:
         masks, logprobs = made.tool_mask or unknown, made.logprobs or unknown
         given = rollouts.rows, rollouts.prompts, made.prompt_ids
         columns = *given, made.completion_ids, masks, made.completions, logprobs
-        lists = made.images or unknown, rollouts.images or unknown, rollouts.supports or unknown
+        lists = [x or unknown for x in (made.images, rollouts.images, rollouts.supports, rollouts.routes)]
         rows = list(zip(*columns, *lists, logged, rollouts.turn_rewards, strict=True))
         return cls(rows, rewards, list(rollouts.logged), list(made.extra))
 
@@ -135,16 +135,17 @@ class Batch:
         """Join the rows to a scored generation."""
         columns: list[Any] = [list(column) for column in zip(*self.rows, strict=True)]
         examples, prompts, prompt_ids, ids, masks, completions, logprobs, *lists, logged, turn_rewards = columns
-        images, seen, supports = lists
+        images, seen, supports, routes = lists
         extra = {name: [example[name] for example in examples] for name in self.extra}
         tool_mask, scores = (None if any(part is None for part in column) else column for column in (masks, logprobs))
         found = images if any(images) else None
         made = Generated(prompt_ids, ids, tool_mask, completions, scores, extra, found, [])
         of_rewards = {name: [row.get(name) for row in logged] for name in self.logged}
         scored = {"rewards": self.rewards, "turn_rewards": turn_rewards, "logged": of_rewards}
-        supports = [] if supports[0] is None else supports
+        supports, routes = ([] if of_rows[0] is None else of_rows for of_rows in (supports, routes))
         seen = [] if found is None else [row or no_images() for row in seen]
-        return RolloutBatch(examples, (), prompts, made, supports=supports, images=seen, scored_ids=ids, **scored)
+        given = {"supports": supports, "routes": routes, "images": seen, "scored_ids": ids}
+        return RolloutBatch(examples, (), prompts, made, **given, **scored)
 
 
 Collect = Callable[[list[dict[str, Any]], list[AttemptId]], RolloutBatch]

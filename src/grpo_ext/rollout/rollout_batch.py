@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grpo_ext.objective.trajectory import COLUMN, Trajectory, Turn
 from grpo_ext.packing.images import IMAGES, RowImages
+from grpo_ext.packing.routes import ROUTES
 from grpo_ext.packing.sampling_support import SUPPORTS
 from grpo_ext.rollout.seeds import AttemptId
 
@@ -46,6 +47,8 @@ class RolloutBatch:
     generated: Generated | None = None
     supports: list[Tensor] = field(default_factory=list)
     """The sets that each row's tokens were drawn from by a truncated sampler, as in `packing.sampling_support`."""
+    routes: list[Tensor] = field(default_factory=list)
+    """The experts that each row's tokens were sent to, as in `packing.routes`, if they are replayed."""
     turns: list[Turn] = field(default_factory=list)
     """The turns that TRL's loop of tools has sampled, with the sampling supports."""
     images: list[RowImages] = field(default_factory=list)
@@ -67,8 +70,8 @@ class RolloutBatch:
 
     @property
     def lists(self) -> dict[str, list[Any]]:
-        """Kept sets and images of the rows, where there are any, by their names in a micro-batch."""
-        lists: dict[str, list[Any]] = {SUPPORTS: self.supports, IMAGES: self.images}
+        """Kept sets, routes and images of the rows, where there are any, by their names in a micro-batch."""
+        lists: dict[str, list[Any]] = {SUPPORTS: self.supports, ROUTES: self.routes, IMAGES: self.images}
         return {name: rows for name, rows in lists.items() if rows}
 
     @property

@@ -21,6 +21,8 @@ class Sampled(NamedTuple):
     """Log-probability of each token under the distribution that it was drawn from; None where it is not known."""
     support: Tensor | None
     """Sets that a truncated sampler drew from, as in `packing.sampling_support`; None where the loss needs none."""
+    routes: Tensor | None = None
+    """Experts that its tokens and those of its context were sent to, as in `packing.routes`, if they are replayed."""
 
 
 class PolicySampler(Protocol):

@@ -128,7 +128,8 @@ class Collector:
             completed = self.worker.complete(self._request(rollouts, prompts, ids, fields, group))
         assert completed.generated is not None
         generated = completed.generated._replace(images=images)
-        rollouts.supports, rollouts.played = completed.supports, completed.played
+        rollouts.supports, rollouts.routes = completed.supports, completed.routes
+        rollouts.played = completed.played
         if self.episode_runner is None:
             return generated
         records = self.episode_runner.records(rollouts.played)
@@ -165,7 +166,7 @@ class Collector:
         if (generated := rollouts.generated) is not None:  # ahead of training
             return [list(ids) for ids in generated.completion_ids], generated.logprobs
         request = self._request(rollouts, [], contexts, fields, group)
-        completion_ids, logprobs, supports = self.worker.sampled(request)
+        completion_ids, logprobs, supports, _ = self.worker.sampled(request)
         for context, ids, support in zip(contexts, completion_ids, supports, strict=False):
             rollouts.turns.append(Turn(context, ids, support=support))
         return completion_ids, logprobs

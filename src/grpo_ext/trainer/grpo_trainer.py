@@ -26,6 +26,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.objective.ratios import masked, widest
 from grpo_ext.packing.micro_batches import active_mask
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm
+from grpo_ext.packing.routes import ROUTES
 from grpo_ext.rollout.images import described
 from grpo_ext.rollout.malloc_trim import give_back
 from grpo_ext.rollout.rollout_batch import RolloutBatch
@@ -209,7 +210,8 @@ class GRPOExtTrainer(LossHooks):
         policy, entropies = self._policy_before_training(batch)
         if self.beta:
             with nullcontext() if self._initial is None else self._initial.replacing(self._unwrapped):
-                batch["ref_per_token_logps"] = self._logps(self.ref_model or self.model, batch)[0]
+                rows = {name: values for name, values in batch.items() if name != ROUTES}  # it chooses by itself
+                batch["ref_per_token_logps"] = self._logps(self.ref_model or self.model, rows)[0]
         if self._added.losses and mode == "train":
             group, logps = self.num_generations, lambda model, rows: self._logps(model, rows)[0]
             batch |= self._added.columns(rollouts.rows, group, batch, self._unwrapped, logps)
@@ -248,7 +250,12 @@ class GRPOExtTrainer(LossHooks):
         rows, multiple = rollouts.generated, cast(Any, self.pad_to_multiple_of)
         batch: dict[str, Any] = padded(rows, pad, multiple, device, ends, trajectories=rollouts.trajectories)
         batch["num_items_in_batch"] = self.accelerator.gather(active_mask(batch).sum()).sum()
-        return batch | rollouts.lists
+        lists = rollouts.lists
+        if not (self.args.replay_routes and self.model.training):
+            lists.pop(ROUTES, None)
+        elif len(lists.get(ROUTES, ())) != len(rollouts.rows):
+            raise RuntimeError("replay_routes: the sampler has returned no routes, so the loss would choose others")
+        return batch | lists
 
     def _assigned_advantages(
         self, rollouts: RolloutBatch, batch: dict[str, Any], seen: Mapping[str, Tensor], mode: str

@@ -129,6 +129,8 @@ class LossHooks(RolloutHooks):
                 if added and not part.is_spare:
                     progress = self.state.global_step, self.state.max_steps
                     output = self._added.add(output, model, part.inputs, heads, added, progress)
+                if self.args.replay_routes and output.figures is not None and mode == "train":
+                    output.figures.means["sampling/routes_changed"] = self._scorer.routes_changed()
                 if not last:  # as transformers' `training_step` does of the last one
                     self.accelerator.backward(output.loss, **scaling)
                 self._log_loss(output)

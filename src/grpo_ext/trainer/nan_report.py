@@ -18,6 +18,7 @@ from transformers import TrainerState
 from grpo_ext.errors import NonFiniteError
 from grpo_ext.packing.images import IMAGES
 from grpo_ext.packing.micro_batches import active_mask
+from grpo_ext.packing.routes import ROUTES
 from grpo_ext.packing.sampling_support import SUPPORTS
 from grpo_ext.safe_reading import replacing
 from grpo_ext.trainer.checkpoints.manifest import sync
@@ -192,10 +193,10 @@ def sampling(model: nn.Module, steps: TrainerState) -> Iterator[None]:
 
 
 def on_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of a micro-batch's tensors on the CPU, its sampling supports and its images."""
+    """Return copies of a micro-batch's tensors on the CPU, its sampling supports, routes and images."""
     found: dict[str, Any] = {n: v.detach().cpu().clone() for n, v in batch.items() if isinstance(v, Tensor)}
-    if SUPPORTS in batch:
-        found[SUPPORTS] = [of_row.cpu() for of_row in batch[SUPPORTS]]
+    for name in {SUPPORTS, ROUTES} & batch.keys():
+        found[name] = [of_row.cpu() for of_row in batch[name]]
     if IMAGES in batch:  # those of a prompt are one object for all its rows, on the disk too
         found[IMAGES] = batch[IMAGES]
     return found

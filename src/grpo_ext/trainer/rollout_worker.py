@@ -208,20 +208,21 @@ class RolloutWorker:
 
     def sampled(
         self, request: RolloutRequest
-    ) -> tuple[list[list[int]], list[list[float | None]] | None, list[Tensor]]:
-        """Return the sampled tokens of each row, their log-probabilities if all are known, and sampling supports."""
+    ) -> tuple[list[list[int]], list[list[float | None]] | None, list[Tensor], list[Tensor]]:
+        """Return the sampled tokens of each row, log-probabilities if all are known, sampling supports and routes."""
         sampled = self.source.sample(request)
         ids = [list(one.ids) for one in sampled]
         known = request.records and all(one.logps is not None for one in sampled)
         logprobs = [list(one.logps or ()) for one in sampled] if known else None
         fill_empty(ids, logprobs, self.tokenizer.eos_token_id)
-        return ids, logprobs, [one.support for one in sampled if one.support is not None and request.supports]
+        supports = [one.support for one in sampled if one.support is not None and request.supports]
+        return ids, logprobs, supports, [one.routes for one in sampled if one.routes is not None]
 
     def _sampled(self, request: RolloutRequest) -> RolloutBatch:
-        ids, logprobs, supports = self.sampled(request)
+        ids, logprobs, supports, routes = self.sampled(request)
         texts = self._texts(request.prompts, request.prompt_ids, ids)
         generated = Generated(request.prompt_ids, ids, None, texts, logprobs, {}, None, [])
-        return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, supports)
+        return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, supports, routes)
 
     def _played(self, request: RolloutRequest, episode_runner: EpisodeRunner) -> RolloutBatch:
         renderer = Renderer(self.tokenizer, self.options)

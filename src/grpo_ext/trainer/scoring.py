@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.routes import route_problem
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.packing.dropout import active_dropout, switch_dropout_off
@@ -19,6 +20,7 @@ from grpo_ext.packing.forward_mode import count_positions
 from grpo_ext.packing.lm_head import gather_trained_head
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm, forward_obstacle, name_body, takes_positions
 from grpo_ext.packing.policy import PrefixSharing, Scores
+from grpo_ext.packing.routes import replay_obstacle
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.packing.token_budget import TokenBudget
 from grpo_ext.trainer.batches import forward_only
@@ -70,6 +72,8 @@ def scorer_of(
         logger.warning(f"dropout is active in {', '.join(dropout)}: rollouts and the loss see different networks.")
     if adds_tokens(model) and takes_positions(causal_lm(model)):
         count_positions(causal_lm(model))  # in rollouts too, where PEFT counts padding behind its tokens
+    if args.replay_routes and (obstacle := replay_obstacle(causal_lm(model))):
+        raise ConfigError([route_problem(obstacle)])
     sharing = PrefixSharing(args.prefix_setting, model, further=forward_obstacle(args))
     if args.prefix_setting == "true" and not sharing.possible:
         raise ConfigError([sharing.problem()])

@@ -18,7 +18,7 @@ from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import get_reporting_integration_callbacks
 from trl.trainer.utils import get_config_model_id
 
-from grpo_ext.config import process_engine
+from grpo_ext.config import process_engine, routes
 from grpo_ext.config.adapters import base_of, peft_problems
 from grpo_ext.config.added_losses import added_loss_problems, added_losses, column_problems
 from grpo_ext.config.batches import prompts_of_one_generation
@@ -123,6 +123,7 @@ def check(
     problems: list[Problem] = [*missing(args), *_uninstalled(args, trl.get("optimizers")), *data.problems, *found]
     problems += [*setting_problems(specs, args), *beside_problems(specs, rollouts)]
     problems += [*rollout_problems(args, rollouts["rollout_func"]), *process_engine.rollout_problems(args, rollouts)]
+    problems += routes.rollout_problems(args, {**rollouts, "environments": specs})
     problems += quantized_problems(args, model, trl.get("quantization_config"))
     adapters = [peft_config] if peft_config is not None else [*getattr(model, "peft_config", {}).values()]
     problems += [problem for config in adapters for problem in peft_problems(config)]

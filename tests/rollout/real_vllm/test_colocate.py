@@ -71,7 +71,8 @@ def test_runs_that_start_at_the_same_moment_take_ports_of_their_own(monkeypatch)
     for _ in range(2):
         with patch.dict(os.environ):
             run = Generation.__new__(Generation)
-            run.mode, run.dtype, run.engine_kwargs, run.with_support = "colocate", "float32", {}, False
+            run.mode, run.dtype, run.engine_kwargs = "colocate", "float32", {}
+            run.with_support = run.with_routes = False
             run.push, run.whole, run.ahead = "auto", None, 0
             run.model, run.accelerator = tiny.model(), Accelerator()
             run._init_vllm()

@@ -1,5 +1,7 @@
 """TRL's vLLM client with a limit on every wait: requests, and the server's identity."""
 
+import base64
+import io
 import json
 import math
 import threading
@@ -9,6 +11,7 @@ from concurrent.futures import wait
 from typing import Any
 from urllib.parse import urlparse
 
+import numpy as np
 import requests
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
@@ -48,6 +51,8 @@ class Client(VLLMClient):
         """Weights handed to the transfer, which count as progress."""
         self._failures = 0
         """Requests that failed: what NCCL then waits for does not come."""
+        self._last = threading.local()
+        """Each thread's last answer, of which TRL's `generate` returns a part."""
         # what TRL's own sets, which needs vLLM where only HTTP is used, and repeats requests: a push must not be
         url, self.session = urlparse(base_url), requests.Session()
         self.base_url, self.host = f"{url.scheme or 'http'}://{url.netloc}{url.path}", url.hostname
@@ -90,7 +95,8 @@ class Client(VLLMClient):
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         try:
-            return self._request(lambda: self.session.post(url, **kwargs))
+            self._last.answer = self._request(lambda: self.session.post(url, **kwargs))
+            return self._last.answer
         except Exception:
             self._failures += 1
             raise
@@ -188,7 +194,7 @@ class Client(VLLMClient):
         raise ServerTrouble(f"{self.base_url} has been restarted")
 
     def generate(self, prompts: list[list[int]], **settings: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Generate as TRL's does, from any thread.
+        """Generate as TRL's does, from any thread; with the experts that vLLM chose, if the server returns them.
 
         Raises:
             ServerTrouble: the server did not answer, or has lost the weights that were pushed.
@@ -198,6 +204,7 @@ class Client(VLLMClient):
         try:
             answer: dict[str, Any] = super().generate(prompts, **settings)
             rows = answer["completion_ids"]
+            answer["routes"] = [_array(choice.get("routed_experts")) for choice in self._last.answer["choices"]]
             scored = all(map(_is_scored, rows, answer["logprobs"]))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             reason = f"answered something else than completions ({type(error).__name__}: {error})"
@@ -205,6 +212,11 @@ class Client(VLLMClient):
         if not scored or len(rows) != len(prompts) * settings.get("n", 1):
             raise ServerTrouble(f"{self.base_url} answered with fewer completions or log-probabilities than asked for")
         return answer
+
+
+def _array(encoded: str | None) -> np.ndarray | None:
+    """Return an array that vLLM encoded as base64 of NumPy's file format."""
+    return None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
 
 
 def _is_scored(ids: list[int], logprobs: list[list[float | None]]) -> bool:

@@ -1,6 +1,6 @@
 """Completions by vLLM: by the engine in this process, or by a server that may die and come back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.vllm.colocated import each_seeded, of_all_ranks
 from grpo_ext.rollout.vllm.pushed import PushedEngine, broadcast
-from grpo_ext.rollout.vllm.requester import Request, Requester, read, seed_of
+from grpo_ext.rollout.vllm.requester import Request, Requester, read, seed_of, with_routes
 from grpo_ext.rollout.vllm.weights import HostCopy
 
 Completions: TypeAlias = tuple[Any, ...]
@@ -30,6 +30,8 @@ class Generation(PushedEngine):
     """Samples by the weights of the last push: a `PolicySampler`, and TRL's `VLLMGeneration` for its callers."""
 
     _seeds: list[int] | None = None
+    _routes: Sequence[np.ndarray | None] = ()
+    """The experts that the engine in this process chose for its last rows."""
 
     def seeded(self, seeds: list[int]) -> AbstractContextManager[None]:
         """Let rows that have no stream of random numbers sample by these seeds: those of an evaluation."""
@@ -82,7 +84,7 @@ class Generation(PushedEngine):
         if self.mode == "server":
             return self._by_server(requests, group, bound)
         _, *rows = self._by_engine(requests, group)
-        return [read(*row, bound=bound) for row in zip(*rows, strict=True)]
+        return with_routes([read(*row, bound=bound) for row in zip(*rows, strict=True)], contexts, self._routes)
 
     def generate(
         self,
@@ -129,7 +131,8 @@ class Generation(PushedEngine):
     ) -> Completions:
         """Generate by the engine in this process; ranks that share one may have different numbers of seeded rows."""
         prompts = [context for request in requests for context in request.contexts]
-        generate = partial(self.llm.generate, **{"lora_request": self._loaded} if self.adapts else {})
+        own = partial(self.llm.generate, **{"lora_request": self._loaded} if self.adapts else {})
+        generate = partial(self._noting_routes, own) if self.with_routes else own
         if requests and requests[0].seed is None:
             with temporarily(self.llm, generate=generate):
                 return super().generate(prompts, images, group, profiler)
@@ -138,6 +141,11 @@ class Generation(PushedEngine):
         with temporarily(self.llm, generate=partial(each_seeded, generate, rows)):
             parts = super().generate(filled, images, 1, profiler)
         return tuple(part and part[: len(prompts)] for part in parts)
+
+    def _noting_routes(self, generate: Callable[..., list[Any]], *args: Any, **options: Any) -> list[Any]:
+        outputs = generate(*args, **options)
+        self._routes = [output.outputs[0].routed_experts for output in outputs]
+        return outputs
 
     def _by_server(self, requests: list[Request], group: int, bound: int | None = None) -> list[Sampled]:
         """Sample by the server: the main process sends the requests of all, again after each recovery; collective.

@@ -59,5 +59,6 @@ def with_our_generation(args: GRPOExtConfig) -> AbstractContextManager[None]:
         push=args.vllm_push,
         whole=whole_weights(args),
         ahead=args.rollout_ahead,
+        with_routes=bool(args.replay_routes),
     )
     return temporarily(grpo_trainer, VLLMGeneration=ours)

@@ -63,6 +63,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         push: 'auto', 'adapter' or 'merged', `vllm_push`.
         whole: why the other settings need whole weights, if they do.
         ahead: `rollout_ahead`.
+        with_routes: whether vLLM returns the experts that it chose.
 
     Raises:
         ServerLost: no server within `vllm_server_timeout`; on all processes.
@@ -93,12 +94,13 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         push: str = "auto",
         whole: str | None = None,
         ahead: int = 0,
+        with_routes: bool = False,
         **kwargs: Any,
     ) -> None:
         self.weight_transfer = weight_transfer
         self.dtype = dtype
         self.engine_kwargs = engine_kwargs
-        self.with_support = with_support
+        self.with_support, self.with_routes = with_support, with_routes
         self.push, self.whole, self.ahead = push, whole, ahead
         self._held: dict[str, dict[str, Tensor]] = {}
         self._lock = threading.Lock()
@@ -153,6 +155,8 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         # TRL takes 29500 if it is free at that moment, as does every other run that starts then.
         os.environ.setdefault("MASTER_PORT", str(get_free_port()))
         needed: dict[str, Any] = {"max_logprobs": most_logprobs(self.top_k)} if self.with_support else {}
+        if self.with_routes:
+            needed["enable_return_routed_experts"] = True
         if self.adapts:
             needed |= {"enable_lora": True, **self.slots}
         with engine_settings(dtype, {**self.engine_kwargs, **needed}):
@@ -210,7 +214,8 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         facts = server_facts(url)
         if self.adapts and self._served_dtype is None and not facts.max_loras:
             self._merge("the server was started without room for adapters (grpo-ext serve makes it)")
-        needed = ServerFacts(max_model_len=self.max_completion_length + 1, probe_ids=probe)
+        routes = self.with_routes or None
+        needed = ServerFacts(max_model_len=self.max_completion_length + 1, probe_ids=probe, routes=routes)
         if self.with_support:
             needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self.likeliest)
         elif facts.logprobs_mode != "raw_logprobs" or self.temperature != 1.0:  # at 1 they are the sampler's too

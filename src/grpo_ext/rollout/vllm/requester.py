@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 
 from grpo_ext.config.truncation import WHOLE
 from grpo_ext.errors import ServerLost
@@ -90,7 +91,9 @@ class Requester:
         settings["generation_kwargs"] = {**settings["generation_kwargs"], **given}
         answer = self._client.generate(request.contexts, **settings)
         ids, logprobs, tokens = (answer[key] for key in ("completion_ids", "logprobs", "logprob_token_ids"))
-        return [read(*row, bound=self._bound) for row in zip(ids, logprobs, tokens, strict=True)]
+        found = [read(*row, bound=self._bound) for row in zip(ids, logprobs, tokens, strict=True)]
+        contexts = [context for context in request.contexts for _ in range(request.n)]
+        return with_routes(found, contexts, answer.get("routes", ()))
 
     def ask_all(self, requests: Sequence[Request]) -> list[Sampled]:
         """Return the completions of all requests, in order, or raise what one of them raised.
@@ -152,3 +155,23 @@ def read(ids: list[int], logprobs: Values, token_ids: Sequence[Sequence[int]], *
     rows = zip(ids, logprobs, token_ids, strict=True)
     sampled = [values[tokens.index(token)] for token, values, tokens in rows]
     return Sampled(ids, [math.nan if logp is None else logp for logp in sampled], support)
+
+
+def with_routes(
+    sampled: list[Sampled], contexts: Sequence[Sequence[int]], routes: Sequence[np.ndarray | None]
+) -> list[Sampled]:
+    """Add the experts that vLLM chose, [tokens, layers, experts] for each row, if it returned them.
+
+    Raises:
+        RuntimeError: vLLM returned fewer than one route for each token but the last.
+    """
+    if all(of_row is None for of_row in routes):
+        return sampled
+    found = []
+    for one, context, of_row in zip(sampled, contexts, routes, strict=True):
+        needed, count = len(context) + len(one.ids) - 1, 0 if of_row is None else len(of_row)
+        if of_row is None or count < needed:
+            raise RuntimeError(f"vLLM returned {count} routes for {needed} tokens; replay_routes needs vLLM 0.31")
+        narrow = np.uint8 if of_row.dtype == np.uint8 else np.int16
+        found.append(one._replace(routes=torch.from_numpy(of_row[:needed].astype(narrow))))
+    return found

@@ -48,6 +48,8 @@ class ServerFacts:
     """The whole configuration, as the server reports it."""
     max_lora_rank: int | None = None
     max_loras: int | None = None
+    routes: bool | None = None
+    """Whether answers have the experts that vLLM chose."""
 
 
 def server_facts(url: str) -> ServerFacts:
@@ -79,6 +81,7 @@ def server_facts(url: str) -> ServerFacts:
         probe_ids=tuple(ids),
         max_lora_rank=int(adapters.get("max_lora_rank", 0)),
         max_loras=int(adapters.get("max_loras", 0)),
+        routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
         config=config,
     )
 
@@ -102,6 +105,7 @@ _REASONS = {
     "max_logprobs": "the loss reads the sampling support from as many log-probabilities, {}",
     "max_lora_rank": "the adapter needs room for the rank {}",
     "max_loras": "{} versions of an adapter may be there at once; a server with room for them takes no whole weights",
+    "routes": "replay_routes needs the experts that vLLM chose, which it returns from release 0.31 on",
     "weight_transfer": "the trainer sends weights by {}",
     "probe_ids": "the recipe's tokenizer encodes a probe text as {}, so the vocabularies differ",
 }
