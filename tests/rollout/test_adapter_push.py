@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+import subprocess
 
 import peft
 import pytest
@@ -14,7 +16,7 @@ from grpo_ext.commands import serve
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.preflight import Preflight
-from grpo_ext.rollout.vllm.adapter_files import write_adapter
+from grpo_ext.rollout.vllm.adapter_files import OWNER, remove_abandoned, write_adapter
 from grpo_ext.rollout.vllm.adapters import adapter_weights, slots, unheld
 from grpo_ext.rollout.vllm.server import ServerFacts, mismatches
 from grpo_ext.rollout.vllm.weights import Rounding, effective_weights
@@ -136,6 +138,21 @@ def test_a_folder_may_be_written_twice(tmp_path):
         write_adapter(tmp_path / "a", {"r": 8}, {"x": torch.ones(2)})
     assert json.loads((tmp_path / "a" / "adapter_config.json").read_text()) == {"r": 8}
     assert load_file(tmp_path / "a" / "adapter_model.safetensors")["x"].tolist() == [1, 1]
+
+
+def test_the_folders_of_processes_that_were_killed_are_removed(tmp_path):
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    owners = {"dead": [killed.pid], "shared": [killed.pid, os.getpid()], "mine": [os.getpid()], "not-yet-owned": []}
+    for name, pids in owners.items():
+        write_adapter(folder := tmp_path / f"grpo-ext-{name}", {"r": 1}, {"a": torch.ones(1)})
+        for pid in pids:
+            (folder / f"{OWNER}{pid}").touch()
+    (tmp_path / "of-another").mkdir()
+    (tmp_path / "of-another" / f"{OWNER}{killed.pid}").touch()
+    remove_abandoned(tmp_path)
+    left = {path.name.removeprefix("grpo-ext-") for path in tmp_path.iterdir()}
+    assert left == {"shared", "mine", "not-yet-owned", "of-another"}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.options import option_defaults
-from grpo_ext.versions import untested
+from grpo_ext.versions import unlisted, untested
 
 
 def is_on(switch: str, values: Any) -> bool:
@@ -39,7 +39,8 @@ def is_on(switch: str, values: Any) -> bool:
 def warnings(config: GRPOExtArguments) -> list[Problem]:
     """Return what is allowed but probably not meant; the config must be free of problems."""
     rules: tuple[Rule, ...] = (reshaped_sampling, *_UNUSUAL, dry_run_warnings)
-    return [*untested(), *without_effect(config, config), *(problem for rule in rules for problem in rule(config))]
+    releases = *untested(), *(unlisted() if config.use_vllm else ())
+    return [*releases, *without_effect(config, config), *(problem for rule in rules for problem in rule(config))]
 
 
 def without_effect(part: Any, values: Any) -> Iterator[Problem]:

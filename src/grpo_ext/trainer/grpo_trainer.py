@@ -147,7 +147,7 @@ class GRPOExtTrainer(LossHooks):
         accept_numbered_cpu()
         reference = reference_from(model, args, ready.trl.get("peft_config"))
         data = ready.data.train, ready.data.evaluation
-        with reference, with_our_generation(args), without_notices():
+        with reference, without_notices(), with_our_generation(args):
             super().__init__(model, ready.reward_funcs, args, *data, **ready.trl)
         self._check_inputs(ready)
         make_portable(self.model)

@@ -28,6 +28,7 @@ def without_notices() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in _LOGGED]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "TRL currently supports vLLM", UserWarning)  # versions.py warns, once
         for logger in loggers:
             logger.addFilter(_asks_something)
         try:

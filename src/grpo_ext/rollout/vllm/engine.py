@@ -1,6 +1,7 @@
 """Receiving end inside a vLLM worker: the weight-transfer engine `gloo`."""
 
 import atexit
+import os
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from grpo_ext.rollout.vllm.adapter_files import write_adapter
+from grpo_ext.rollout.vllm.adapter_files import OWNER, remove_abandoned, write_adapter
 from grpo_ext.rollout.vllm.gloo import TAKEN, join, receive, specs_of, trains
 
 
@@ -117,10 +118,12 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def _write(self, folder: str, config: dict[str, Any], keep: Collection[str], tensors: dict[str, Tensor]) -> None:
         if not self.folders:
+            remove_abandoned(Path(folder).parent)
             atexit.register(self._keep, ())
         self._keep(keep)
         self.folders = (*self.folders, folder)
         write_adapter(Path(folder), config, tensors)
+        Path(folder, f"{OWNER}{os.getpid()}").touch()
 
     def _keep(self, folders: Collection[str]) -> None:
         """Remove all adapters but these."""
