@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore")
 
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.config.launch import world_size
@@ -230,18 +230,33 @@ class Forked(subprocess.Popen):
                 os._exit(0)
 
 
-def speak(model, tokenizer):
-    """Let a model call a tool in its first turn, and end in its second."""
-    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+class Script(LogitsProcessor):
+    """Leaves one token to draw: a call of a tool in the first turn, and an end in the second."""
 
-    def generate(input_ids, **_):
-        said = []
-        for place, ids in enumerate(input_ids.tolist()):
-            ended = "done<|im_end|>" if place % 2 else "<|im_end|>"
-            text = speakers.called("add", number=place + 1) if ids.count(start) <= 2 else ended
-            said.append(torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]))
-        padded = torch.nn.utils.rnn.pad_sequence(said, batch_first=True, padding_value=tokenizer.pad_token_id)
-        return torch.cat([input_ids, padded], dim=1)
+    def __init__(self, prompts, tokenizer):
+        self.width, start = prompts.shape[1], tokenizer.convert_tokens_to_ids("<|im_start|>")
+        calls = [speakers.called("add", number=place + 1) for place in range(len(prompts))]
+        ends = ["done<|im_end|>" if place % 2 else "<|im_end|>" for place in range(len(prompts))]
+        is_first = [ids.count(start) <= 2 for ids in prompts.tolist()]
+        texts = [call if first else end for call, end, first in zip(calls, ends, is_first, strict=True)]
+        self.said = [[*ids, tokenizer.pad_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    def __call__(self, ids, scores):
+        """Return scores of which one is finite in each row."""
+        place, forced = ids.shape[1] - self.width, torch.full_like(scores, -torch.inf)
+        for row, said in zip(forced, self.said, strict=True):
+            row[said[min(place, len(said) - 1)]] = 0.0
+        return forced
+
+
+def speak(model, tokenizer):
+    """Let a model say what `Script` leaves it."""
+    own = model.generate
+
+    def generate(input_ids, **options):
+        return own(
+            input_ids=input_ids, logits_processor=LogitsProcessorList([Script(input_ids, tokenizer)]), **options
+        )
 
     model.generate = generate
 
@@ -339,6 +354,8 @@ def compare(*files, most=6):
         old, new = (one.get(name, {}) for one in lines)
         paths = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
         different += bool(paths)
+        if "error" in old and "error" in new:
+            print(f"{name}: compares nothing, both end with {new['error']}"[:300])
         for path in paths[:most]:
             print(f"{name}: {path}: {old.get(path)} -> {new.get(path)}"[:300])
         if len(paths) > most:
