@@ -174,6 +174,18 @@ def test_a_router_that_masks_what_it_does_not_choose_is_refused():
     assert "each with a weight" in replay_obstacle(grouped)
 
 
+def test_a_model_whose_layers_get_no_further_arguments_is_refused(monkeypatch):
+    network = architectures.model("qwen3_moe")
+
+    def forward(
+        input_ids, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, use_cache=None
+    ):
+        """Never entered: it takes no further arguments."""
+
+    monkeypatch.setattr(network.model, "forward", forward)
+    assert "does not hand routes to its layers" in replay_obstacle(network)
+
+
 def test_a_dense_model_has_no_routes():
     assert no_routes(tiny.model()) == replay_obstacle(tiny.model()) == "LlamaForCausalLM has no experts"
 

@@ -182,7 +182,10 @@ def replay_obstacle(base: PreTrainedModel) -> str | None:
             handle = mixture.experts.register_forward_pre_hook(partial(look, layer), with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(routed(base, others))
-        base(input_ids=ids, use_cache=False)
+        try:
+            base(input_ids=ids, use_cache=False)
+        except TypeError as error:
+            return f"{type(base).__name__} does not hand routes to its layers ({error})"
     if arrived != mixtures.keys():
         return f"the experts of {type(base).__name__} do not get given routes, each with a weight"
     return None
