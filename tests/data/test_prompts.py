@@ -350,7 +350,7 @@ def test_images_that_do_not_fit_are_named_by_their_row(monkeypatch, prompt, imag
 
 
 def test_a_prompt_on_which_the_processor_fails_is_shown():
-    def stock(prompts):
+    def stock(prompt, row):
         raise StopIteration
 
     prompt = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (2000, 3))}, *TEXT]}]

@@ -21,6 +21,15 @@ CONTRACT = {
         "check_cpu_sgl_kernel": "b61d0f683f4265c8",
         "dispatch_cpu_unquantized_gemm": "83c37c89a715d31d d0cc00dbd80cb25d",
     },
+    # and prompts whose images have all their tokens, which a server takes beside images
+    "multimodal/processing/processor.py": {
+        "BaseMultiModalProcessor._apply_prompt_updates": "2dcac751292b2467",
+        "BaseMultiModalProcessor._find_mm_placeholders": "692e945fb24667c2",
+    },
+    "entrypoints/scale_out/token_in_token_out/protocol.py": {
+        "GenerateRequest": "09aca573d041e6bc",
+        "GenerateResponse": "823212b2c9da9b0d",
+    },
     # rollout/vllm/engine.py: its base, who calls it, and the layout of weights on a GPU
     "distributed/weight_transfer/base.py": {
         "WeightTransferEngine": "544e09a260a0f481 e93ecb8cf6b43dd1",
@@ -44,7 +53,10 @@ CONTRACT = {
         "update_weights": "0573b00fc87152a4 ab78658171c2f63c",
         "finish_weight_update": "520e1fa0fdb6bf2c f5d86c6e78c6ae19",
     },
-    "entrypoints/serve/dev/cache/api_router.py": {"reset_prefix_cache": "dd66b7369d48c3ab"},
+    "entrypoints/serve/dev/cache/api_router.py": {
+        "reset_prefix_cache": "dd66b7369d48c3ab",
+        "reset_encoder_cache": "da537b2aa1d7efe9",
+    },
     "entrypoints/serve/dev/server_info/api_router.py": {"show_server_info": "107459dce39241d1"},
     # rollout/vllm/requester.py: log-probabilities of the tokens that were kept are finite
     "v1/sample/sampler.py": {

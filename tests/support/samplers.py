@@ -39,7 +39,7 @@ class Copies:
     def copy_of(self, version):
         return self.models[version].state_dict()
 
-    def sample(self, version, contexts, limits, streams):
+    def sample(self, version, contexts, limits, streams, images=None):
         self.asked.append((version, len(contexts)))
         if self.closed.wait(self.seconds):
             raise RuntimeError("the sampler was closed")

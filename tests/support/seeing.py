@@ -1,7 +1,9 @@
 """Tiny models of images and text, their processors, and prompts with pictures: no download, no torchvision."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -36,8 +38,22 @@ WORDS = ["<pad>", "<eos>", "<unk>", *MARKS.values(), *IDEFICS, *"abcdefghijklmno
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
     "{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "{{ '=' if m['role'] == 'user' else '<eos>' }}{% endfor %}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{{ c['function']['arguments'] | tojson }}"
+    "{% endfor %}"
+    "{{ '<eos>' if m['role'] == 'assistant' else '=' }}{% endfor %}"
 )
+CALLS = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "=",
+    "fields": {
+        "tool_calls": {
+            **{"open_pattern": "[a-y0-9]", "close_pattern": "<eos>|$", "repeats": True, "content": "text"},
+            "transform": {"type": "function", "function": {"name": "look", "arguments": {}}},
+        },
+        "content": {"close_pattern": "<eos>|(?=[a-y0-9])", "content": "text"},
+    },
+}
+"""Reads a call of `look` in whatever has one of the letters a to y, or a digit."""
 IMAGE_OF = {
     "gemma3": "<boi>",
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"),
@@ -91,8 +107,8 @@ def processor(family: str) -> ProcessorMixin:
     return kind(image_processor=images, video_processor=NoVideos(), **common)
 
 
-def model(family: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """Return a model whose parameters are all away from their initial zeros and ones."""
+def model(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **sizes: Any) -> PreTrainedModel:
+    """Return a model whose parameters are all away from their initial zeros and ones; `sizes` of its decoder."""
     ids = {word: i for i, word in enumerate(WORDS)}
     text = {
         "vocab_size": len(WORDS),
@@ -107,7 +123,7 @@ def model(family: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Pre
         "bos_token_id": None,
         "max_position_embeddings": 256,
         "initializer_range": 0.3,
-    }
+    } | sizes
     vision = {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -187,6 +203,53 @@ def model(family: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Pre
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return made.to(dtype).eval()
+
+
+def save(folder: Path, **sizes: Any) -> str:
+    """Write a model and its processor as vLLM loads them without torchvision: by code that comes with the model.
+
+    The model does not sample the image's token by itself, so that vLLM, where it is left out, has the same logits.
+    """
+    made = model("idefics3", dtype=torch.float32, **sizes)
+    head = made.get_output_embeddings().weight.data
+    made.get_input_embeddings().weight.data[:, 0], head[:, 0] = 4.0, 0.0
+    head[made.config.image_token_id, 0] = -30.0
+    for name, parameter in made.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data[0] = 0.0
+    made.save_pretrained(folder)
+    processor("idefics3").save_pretrained(folder)
+    (folder / "pictures.py").write_text(
+        "from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil\n\n\n"
+        "class Pictures(Idefics3ImageProcessorPil):\n    pass\n"
+    )
+    settings = json.loads((folder / "processor_config.json").read_text())
+    settings["image_processor"]["auto_map"] = {"AutoImageProcessor": "pictures.Pictures"}
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+def coloured(count: int, column: str = "image") -> Dataset:
+    """Return prompts that differ in their pictures only, red ones and blue ones, each with the letters to answer."""
+    made = []
+    for i in range(count):
+        one = Image.new("RGB", (28, 28), ("red", "blue")[i % 2])
+        one.putpixel((i % 28, i // 28), (0, 255, 0))
+        prompt = [{"role": "user", "content": "what is it?"}]
+        made.append(
+            {
+                "prompt": prompt,
+                column: [one] if column == "images" else one,
+                "solution": ("abcdefghijklm", "nopqrstuvwxyz")[i % 2],
+            }
+        )
+    return Dataset.from_list(made)
+
+
+def named(completions: list[Any], solution: list[str], **_: object) -> list[float]:
+    """A reward: the share of characters that are letters of the picture."""
+    texts = [completion[-1]["content"] for completion in completions]
+    return [sum(one in letters for one in text) / 8 for text, letters in zip(texts, solution, strict=True)]
 
 
 def picture(seed: int, width: int = 56, height: int = 56) -> Image.Image:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_ext import GRPOExtTrainer
-from grpo_ext.errors import ConfigError, SamplerLost
+from grpo_ext.errors import SamplerLost
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.scorers import OwnFunction, scored_by
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
@@ -48,7 +48,7 @@ class Beside(Echo):
     def forget(self, version):
         self.versions = self.versions - {version}
 
-    def sample(self, version, contexts, limits, streams):
+    def sample(self, version, contexts, limits, streams, images=None):
         assert version in self.versions
         return super().sample(contexts, limits, streams)
 
@@ -93,7 +93,7 @@ def test_a_generation_has_its_rows_completions_and_rewards_in_order(make):
     assert made.logged == {"seen": [0, 1, 2, 3]}
     assert trainer._pending_metrics["numbers"] == [6.0]
     assert [row["number"] for row in made.rows] == [0, 1, 2, 3]
-    assert trainer.collector.policy.asked == [(4, [3] * 4, False, {"fields": {}, "group": 2})]
+    assert trainer.collector.policy.asked == [(4, [3] * 4, False, {"fields": {}, "images": None, "group": 2})]
     assert trainer._metrics["train"]["completions/mean_length"] == [3.5]
     assert trainer._metrics["train"]["completions/clipped_ratio"] == [1.0]
     assert trainer.state.num_input_tokens_seen == 28
@@ -202,11 +202,6 @@ def test_a_lost_sampler_leaves_nothing_half_made(make):
     del beside.said
     assert trainer.collector.generation(ROWS).rewards.shape == (4, 1)
     assert beside.published == [0]
-
-
-def test_tools_that_return_images_are_refused(make):
-    with pytest.raises(ConfigError, match="image"):
-        make().collector.turn([[1]], {}, 1, has_tool_images=True)
 
 
 def test_all_that_samples_and_scores_beside_this_process_ends_with_the_run(make):

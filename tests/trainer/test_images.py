@@ -233,14 +233,13 @@ def test_rows_without_an_advantage_leave_a_forward_over_one_image_for_the_proces
     none = torch.zeros(len(batch["advantages"]), dtype=torch.bool)
     logps, _ = of_active_rows(forward, batch, none)
     assert [int(row[COUNT]) > 0 for row in seen[0][IMAGES]] == [True]
-    assert seen[0]["completion_ids"].shape == (1, 1)
+    assert seen[0]["completion_ids"].shape == (1, batch["completion_ids"].shape[1])
     assert logps.requires_grad
 
 
 REFUSED = {
-    "use_vllm=True: completions of prompts with images": {"use_vllm": True, "vllm_mode": "server"},
-    "tools: images in the prompt": {"tools": [print]},
-    "rollout_func: images in the prompt": {"rollout_func": print},
+    "rollout_engine='process': the decoder of the process": {"rollout_engine": "process"},
+    "rollout_func: it returns tokens, and not where the images": {"rollout_func": print},
     "the processor is a TokenizersBackend": {"processing_class": seeing.tokenizer("llava")},
     "TRL reads 'images' where both are given": {"columns": {"image": "a.png", "images": ["a.png"]}},
     "it holds lists. Rename the column to 'images'": {"columns": {"image": ["a.png"]}},
@@ -257,7 +256,7 @@ def test_what_is_not_shown_right_with_images_is_refused_at_the_start(words, tmp_
     seeing.picture(0).save("a.png")
     given = dict(REFUSED[words])
     row = {"prompt": [{"role": "user", "content": "a:"}], **given.pop("columns", {"image": "a.png"})}
-    arguments = {name: given.pop(name) for name in ("tools", "rollout_func", "processing_class") if name in given}
+    arguments = {name: given.pop(name) for name in ("rollout_func", "processing_class") if name in given}
     with pytest.raises((ConfigError, DataError)) as refused:
         GRPOExtTrainer(
             model=seeing.model("llava"),

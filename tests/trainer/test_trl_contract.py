@@ -54,6 +54,7 @@ CONTRACT = {
     "VLLMClient.check_server": "1e1fad44d5d4cfd3",
     "VLLMClient.get_server_info": "45488d3788dca516",
     "VLLMClient.generate": "63635cf59ca8bb70",
+    "VLLMClient._generate_from_features": "a689a8629e555c22",
     "VLLMClient.init_communicator": "5cbce8e8cedbad5c",
     "VLLMClient._start_weight_update": "c6ec295b8c2c09f9",
     "VLLMClient._finish_weight_update": "639f600c219ad0da",

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 
 import requests
 import torch
+from trl.import_utils import is_vllm_available
 
 from grpo_ext.child_processes import kill_group
 from grpo_ext.config.adapters import is_adapter
@@ -123,6 +124,7 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
         flags["--max-num-batched-tokens"] = MANY_TOKENS
     switches = {"--enforce-eager": on_cpu(recipe), "--enable-lora": slots, "--trust-remote-code": c.trust_remote_code}
     switches["--enable-return-routed-experts"] = c.replay_routes
+    switches["--enable-scale-out"] = is_vllm_available("0.30.0")  # takes images beside tokens
     line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in flags.items():
         line += [name, str(value)] if value is not None else []

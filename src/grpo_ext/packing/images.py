@@ -48,16 +48,16 @@ def joined_fields(rows: Sequence[RowImages]) -> dict[str, Tensor]:
 
 
 def joined_types(rows: Sequence[RowImages], mask: Tensor, completion: int) -> dict[str, Tensor]:
-    """Return the types of tokens, [rows, width]: those of the prompts, and 0 for the `completion` columns."""
+    """Return the types of tokens, [rows, width]: those of prompts, and 0 for completions, unless these have images."""
     names = dict.fromkeys(name for row in rows for name in row if name in OF_TOKENS)
     lengths = mask[:, : mask.shape[1] - completion].sum(dim=1).tolist()
     types = {name: torch.zeros(mask.shape, dtype=torch.long) for name in names}
     for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         for name in names if names.keys() <= row.keys() else ():
-            if len(row[name]) != length:
+            if len(row[name]) < length:
                 raise RuntimeError(f"row {i} has a prompt of {length} tokens, and {name} of {len(row[name])} tokens.")
-            end = mask.shape[1] - completion
-            types[name][i, end - length : end] = row[name]
+            place = types[name][i, mask.shape[1] - completion - length :][: len(row[name])]
+            place.copy_(row[name][: len(place)])
     return types
 
 

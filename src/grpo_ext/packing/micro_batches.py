@@ -184,7 +184,7 @@ def of_active_rows(
 
     The others have their old log-probabilities, a ratio of 1, and no gradient. Where no row is active the forward runs
     over a single token, for the processes that wait for this one's collectives, and the result depends on it by zero;
-    where rows have images it runs over the images of one.
+    where rows have images it runs over the whole of one.
     """
     rows, time = inputs["completion_ids"].shape
     if active.any():
@@ -196,9 +196,7 @@ def of_active_rows(
     elif IMAGES in inputs:
         sees = next((i for i, row in enumerate(inputs[IMAGES]) if int(row[COUNT])), 0)
         at = active.new_tensor([sees], dtype=torch.long)
-        row = rows_of(cast(MicroBatch, {name: inputs[name] for name in (*TOKENS, IMAGES)}), at)
-        row["completion_ids"], row["completion_mask"] = row["completion_ids"][:, :1], torch.ones_like(at)[:, None]
-        batch = row
+        batch = rows_of(cast(MicroBatch, {name: inputs[name] for name in (*TOKENS, IMAGES)}), at)
     else:
         at = active.new_zeros(1, dtype=torch.long)
         prompt, token = inputs["prompt_ids"][:1, -1:], inputs["completion_ids"][:1, :1]

@@ -87,7 +87,7 @@ class Scorer:
         base, device, ends = self._base(model), self.accelerator.device, (0, -1)
         most = LONGEST.get(device.type, LONGEST_ELSEWHERE)
         rows = [prompts[i] if images else (prompts[i] or [pad])[-3 * i - most :] for i in ends]
-        answers = [(completions[i] or [pad])[:most] for i in ends]
+        answers = [(completions[i] or [pad])[: None if images else most] for i in ends]
         batch = _padded(rows, answers, pad, device)
 
         def score(way: ForwardMode, row: int | None) -> Tensor:

@@ -1,13 +1,17 @@
 """Prompts with images: rendered and tokenized each by itself, once for all completions of a prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from grpo_ext.errors import ABSENT, DataError, Problem
-from grpo_ext.packing.images import OF_TOKENS, RowImages, joined_fields, row_images
+from grpo_ext.packing.images import OF_TOKENS, RowImages, joined_fields, no_images, row_images
 
 Tokenized = tuple[list[list[int]], list[Any] | None, dict[str, Any]]
 """The result of TRL's `_tokenize_prompts`: ids, images and further tensors of the prompts."""
+Alone = Callable[[Any, int | None], Tokenized]
+"""Tokenizes one prompt as TRL does, with the tools of the row of this number, or with none."""
 
 
 def images_in(prompt: object) -> list[Any]:
@@ -37,7 +41,7 @@ def _shown(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "text", "text": f"[image {size[0]}x{size[1]}]"}
 
 
-def each_alone(stock: Callable[[list], Tokenized], prompts: list) -> tuple[Tokenized, list[RowImages]]:
+def each_alone(stock: Alone, prompts: list) -> tuple[Tokenized, list[RowImages]]:
     """Tokenize prompts, some with images, each by itself with `stock`; completions of one prompt share it.
 
     Returns TRL's result, and the images of each prompt.
@@ -53,11 +57,36 @@ def each_alone(stock: Callable[[list], Tokenized], prompts: list) -> tuple[Token
             rows.append(rows[-1])
             continue
         try:
-            (row_ids,), _, fields = stock([prompt])
+            (row_ids,), _, fields = stock(prompt, i)
         except Exception as error:  # of the processor: a side that is too long, a mark of an image in a text
             reason = f"the processor fails on {described(prompt)!r:.160} ({type(error).__name__}: {error})"
             raise DataError([Problem("prompt", ABSENT, reason, "Correct the row, or remove it.")]) from error
         ids.append(list(row_ids))
         rows.append(row_images(fields, len(images_in(prompt))))
-    types = {name: [row[name].tolist() for row in rows] for name in OF_TOKENS if all(name in row for row in rows)}
-    return (ids, [images_in(prompt) or None for prompt in prompts], {**joined_fields(rows), **types}), rows
+    return (ids, [images_in(prompt) or None for prompt in prompts], fields_of(ids, rows)), rows
+
+
+def fields_of(ids: Sequence[Sequence[int]], rows: Sequence[RowImages]) -> dict[str, Any]:
+    """Return the inputs of a model beside the tokens `ids` of rows, as TRL passes them to its turns."""
+    found: dict[str, Any] = joined_fields(rows)
+    for name in (name for name in OF_TOKENS if any(name in row for row in rows)):
+        both = zip(ids, rows, strict=True)
+        found[name] = [row[name].tolist() if name in row else [0] * len(tokens) for tokens, row in both]
+    return found
+
+
+def images_of_row(stock: Alone, ids: Sequence[int], images: Sequence[Any] | None) -> RowImages:
+    """Return the images of a row with these tokens, wherever they are: in its prompt, or among what tools returned.
+
+    Their tensors are those of a message with all of them, and a token has the type that it has there.
+    """
+    if not images:
+        return no_images()
+    (made,), _, fields = stock(
+        [{"role": "user", "content": [{"type": "image", "image": one} for one in images]}], None
+    )
+    row = row_images(fields, len(images))
+    for name in (name for name in OF_TOKENS if name in row):
+        types = dict(zip(made, row[name].tolist(), strict=True))
+        row[name] = torch.tensor([types.get(token, 0) for token in ids])
+    return row

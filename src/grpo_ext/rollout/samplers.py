@@ -47,6 +47,7 @@ class PolicySampler(Protocol):
         streams: Sequence[np.random.Generator] | None = None,
         *,
         fields: Mapping[str, Any] = ...,
+        images: Sequence[Any] | None = None,
         group: int = 1,
     ) -> list[Sampled]:
         """Sample a completion after each context; collective if `collective`.
@@ -55,7 +56,8 @@ class PolicySampler(Protocol):
             contexts: token ids; processes that generate together may have different numbers of them.
             limits: most tokens of each completion.
             streams: sources of each row's random numbers; None: the random state of torch, or of the engine.
-            fields: further inputs of a model that takes images, by row.
+            fields: further inputs of a model that takes images, by row, which transformers reads.
+            images: of each row, or None where it has none, which vLLM reads.
             group: number of consecutive rows that have one context.
         """
 
@@ -77,7 +79,12 @@ class Sampler(Protocol):
         """Return a copy of a version for `publish`, to be stored; None where it cannot take one."""
 
     def sample(
-        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
+        self,
+        version: int,
+        contexts: list[list[int]],
+        limits: list[int],
+        streams: Sequence[np.random.Generator],
+        images: Sequence[Any] | None = None,
     ) -> list[Sampled]:
         """Sample a completion after each context.
 
@@ -89,6 +96,7 @@ class Sampler(Protocol):
             contexts: token ids.
             limits: most tokens of each completion.
             streams: source of the random numbers of each row; a row takes as many as its limit, or one seed.
+            images: of each row, or None where it has none; a process takes none.
         """
 
     def forget(self, version: int) -> None:

@@ -146,6 +146,7 @@ class TransformersSampler:
         streams: Sequence[np.random.Generator] | None = None,
         *,
         fields: Mapping[str, Any] = MappingProxyType({}),
+        images: Sequence[Any] | None = None,
         group: int = 1,
     ) -> list[Sampled]:
         """Sample a completion after each context, as `PolicySampler` does."""

@@ -20,6 +20,7 @@ from accelerate.utils import gather_object
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.truncation import scores_over_support
 from grpo_ext.errors import ConfigError, Problem, SamplerLost
+from grpo_ext.packing.images import RowImages
 from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.rollout_batch import RolloutBatch
 from grpo_ext.rollout.samplers import Sampler, failing_together
@@ -232,12 +233,16 @@ class RolloutsAhead:
         hooks, state = self.hooks, self.hooks.state
         first, step = self.hooks.accelerator.process_index * count, state.global_step if step is None else step
         rows = [hooks.train_dataset[i] for i in next(running.numbers)[first : first + count]]
-        prompts = copy.deepcopy([row["prompt"] for row in rows])
-        ids = [] if self.worker.episode_runner is not None else hooks._tokenize_prompts(prompts)[0]
+        prompts = copy.deepcopy(hooks.prompts_of(rows))
+        ids, images, seen = list[list[int]](), None, list[RowImages]()
+        if self.worker.episode_runner is None:
+            ids, images, _ = hooks._tokenize_prompts(prompts)
+            seen = [hooks.row_images(*row) for row in zip(ids, images, strict=True)] if images else []
         attempts, limit = hooks.attempts_of(generation, count), int(self.hooks.args.max_completion_length or 0)
         history = [row for row in state.log_history if row.get("step", 0) <= step]
         supports = scores_over_support(hooks.args)
-        request = RolloutRequest(rows, prompts, ids, attempts, limit, version, step, supports=supports)
+        submitted = rows, prompts, ids, attempts, limit, version, step
+        request = RolloutRequest(*submitted, images=images, seen=seen, supports=supports)
         queued = Asked(request, replace(state, global_step=step, log_history=history))
         running.submitted[generation] = queued, running.background.submit(queued, finished)
 

@@ -18,7 +18,7 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN, Turn, batch
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-from grpo_ext.rollout.images import Tokenized, each_alone
+from grpo_ext.rollout.images import Alone, Tokenized, each_alone, fields_of
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import PolicySampler, Sampled, Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
@@ -27,7 +27,7 @@ from grpo_ext.rollout.turn_engines import ServerEngine, WaveEngine
 from grpo_ext.trainer.ahead import RolloutsAhead
 from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.in_flight import InFlight
-from grpo_ext.trainer.input_checks import check_fields, images_of_tools
+from grpo_ext.trainer.input_checks import check_fields
 from grpo_ext.trainer.log import Log
 from grpo_ext.trainer.reward_collector import RewardCollector
 from grpo_ext.trainer.rollout_worker import Hooks, RolloutRequest, RolloutWorker, Source, columns_of
@@ -109,7 +109,7 @@ class Collector:
 
     # What the trainer's hooks do.
 
-    def tokenized(self, stock: Callable[[list], Tokenized], prompts: list, fields: Sequence[str]) -> Tokenized:
+    def tokenized(self, stock: Alone, prompts: list, fields: Sequence[str]) -> Tokenized:
         """Tokenize prompts with images as TRL does, but each by itself, so that the tensors of a row are known."""
         tokenized, rows = each_alone(stock, prompts)
         check_fields(rows, fields)
@@ -120,14 +120,14 @@ class Collector:
     def completed(self, prompts: list, group: int) -> Generated:
         """Complete prompts, `group` of them in a row the same, unless that was done ahead; log figures of episodes."""
         rollouts = completed = self._current or RolloutBatch([{} for _ in prompts])
-        images, fields = None, dict[str, Any]()
         if rollouts.generated is None:
             prompts, ids = copy.deepcopy(prompts), list[list[int]]()
+            images, fields = None, dict[str, Any]()
             if self.episode_runner is None:
                 ids, images, fields = self.hooks._tokenize_prompts(prompts)
-            completed = self.worker.complete(self._request(rollouts, prompts, ids, fields, group))
+            completed = self.worker.complete(self._request(rollouts, prompts, ids, fields, images, group))
         assert completed.generated is not None
-        generated = completed.generated._replace(images=images)
+        generated = completed.generated
         rollouts.supports, rollouts.routes = completed.supports, completed.routes
         rollouts.played = completed.played
         if self.episode_runner is None:
@@ -143,7 +143,13 @@ class Collector:
         return generated._replace(logprobs=lists.logprobs)
 
     def _request(
-        self, rollouts: RolloutBatch, prompts: list, contexts: list[list[int]], fields: Mapping[str, Any], group: int
+        self,
+        rollouts: RolloutBatch,
+        prompts: list,
+        contexts: list[list[int]],
+        fields: Mapping[str, Any],
+        images: list[Any] | None,
+        group: int,
     ) -> RolloutRequest:
         """Return the request for rows that are completed now, beside the training or by the policy itself."""
         training, version, step = self.log.is_training(), None, int(self.hooks.state.global_step)
@@ -151,21 +157,22 @@ class Collector:
             version = self._published(self.inference_engine)
         rows = rollouts.rows, prompts, contexts, rollouts.attempts
         supports, records = training and self.wants_supports, training or self.hooks.args.use_vllm
-        return RolloutRequest(*rows, self.policy.limit, version, step, fields, group, supports, records)
+        return RolloutRequest(*rows, self.policy.limit, version, step, fields, images, (), group, supports, records)
 
     def turn(
-        self, contexts: list[list[int]], fields: Mapping[str, Any], group: int, *, has_tool_images: bool
+        self, contexts: list[list[int]], images: list[Any] | None, fields: Mapping[str, Any], group: int
     ) -> tuple[list[list[int]], Any]:
         """Sample a completion after each context for TRL's loop, which a tool's answer calls once more.
 
-        Arguments and result are those of TRL's `_generate_single_turn`.
+        Arguments and result are those of TRL's `_generate_single_turn`; `fields` may be left out for images.
         """
-        if has_tool_images:
-            raise ConfigError([images_of_tools()])
+        if any(images or ()) and not fields and not self.hooks.args.use_vllm:
+            rows = zip(contexts, images or (), strict=True)
+            fields = fields_of(contexts, [self.hooks.row_images(*row) for row in rows])
         rollouts = self._current or RolloutBatch([])
         if (generated := rollouts.generated) is not None:  # ahead of training
             return [list(ids) for ids in generated.completion_ids], generated.logprobs
-        request = self._request(rollouts, [], contexts, fields, group)
+        request = self._request(rollouts, [], contexts, fields, images, group)
         completion_ids, logprobs, supports, _ = self.worker.sampled(request)
         for context, ids, support in zip(contexts, completion_ids, supports, strict=False):
             rollouts.turns.append(Turn(context, ids, support=support))
@@ -178,6 +185,22 @@ class Collector:
             rows = zip(generated.prompt_ids, generated.completion_ids, strict=True)
             rollouts.supports = supports_of([turns_of_row(*row, rollouts.turns) for row in rows])
 
+    def add_images(self, generated: Generated) -> None:
+        """Note the images of rows to which TRL's loop has added those that tools returned.
+
+        Raises:
+            ConfigError: cut completions are left out of the attention, so that their images have no place.
+        """
+        if self._current is None or not any(generated.tool_images):
+            return
+        if self.hooks.args.mask_truncated_completions:
+            reason = (
+                "a tool returned an image, and completions that are cut short are hidden from the model with theirs"
+            )
+            raise ConfigError([Problem("mask_truncated_completions", True, reason, "Unset it, or return text.")])
+        rows = zip(generated.prompt_ids, generated.completion_ids, generated.images or (), strict=True)
+        self._current.images = [self.hooks.row_images(prompt + ids, images) for prompt, ids, images in rows]
+
     # The source of the worker that runs in this thread.
 
     def sample(self, request: RolloutRequest) -> list[Sampled]:
@@ -185,11 +208,13 @@ class Collector:
         limits = [request.limit] * len(request.prompt_ids)
         if request.version is None:
             self.hooks.push_weights()
-            return self.policy.sample(request.prompt_ids, limits, fields=request.fields, group=request.group)
+            fields, images, group = request.fields, request.images, request.group
+            return self.policy.sample(request.prompt_ids, limits, fields=fields, images=images, group=group)
         assert self.inference_engine is not None
         streams = [attempt.stream() for attempt in request.attempts]
         with failing_together():
-            return self.inference_engine.sample(request.version, request.prompt_ids, limits, streams)
+            rows = request.prompt_ids, limits, streams, request.images
+            return self.inference_engine.sample(request.version, *rows)
 
     @contextmanager
     def turns(self, request: RolloutRequest) -> Iterator[TurnEngine]:
@@ -293,7 +318,7 @@ def usable(generated: Generated, *, needs_logprobs: bool) -> Generated:
     """Return what TRL's loop or a user's rollout function has generated, with the completions of its trajectories.
 
     Raises:
-        ConfigError: it left out the log-probabilities that the loss needs, or a tool returned an image.
+        ConfigError: it left out the log-probabilities that the loss needs.
     """
     if needs_logprobs and generated.logprobs is None:
         reason = "it returned no logprobs, to which the loss with use_vllm: true takes its ratio"
@@ -302,6 +327,4 @@ def usable(generated: Generated, *, needs_logprobs: bool) -> Generated:
         raise ConfigError([Problem("rollout_func", ABSENT, reason, cure)])
     if (trajectories := generated.extra.get(COLUMN)) is not None:
         generated = generated._replace(completions=completions_seen(trajectories, generated.completions))
-    if any(generated.tool_images):
-        raise ConfigError([images_of_tools()])
     return generated

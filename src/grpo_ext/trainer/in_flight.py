@@ -76,7 +76,8 @@ def to_be_kept(finished: RolloutBatch) -> RolloutBatch | None:
     None if it cannot keep them: rewards may log any object, and environments return any.
     """
     failed = any(scores.error for scores in finished.scored.values())
-    finished = replace(finished, rows=[], attempts=(), prompts=[])  # a run that resumes draws them again
+    generated = finished.generated and finished.generated._replace(images=None)  # only shown; `images` stay
+    finished = replace(finished, rows=[], attempts=(), prompts=[], generated=generated)  # rows are drawn again
     without = replace(finished, scored={})
     return next((part for part in (without if failed else finished, without) if _can_be_read(part)), None)
 

@@ -76,18 +76,18 @@ def longest_row(tokenizer: Any, options: Mapping[str, Any], train: object, compl
     return max(map(len, prompts), default=0) + completion
 
 
-def check_seen(args: GRPOExtConfig, rollouts: Mapping[str, object], prompts: list) -> None:
+def check_seen(args: GRPOExtConfig, rollout_func: object = None, prompts: Sequence[Any] = ()) -> None:
     """Refuse settings beside images in the prompts themselves, which no column announced.
 
     Args:
         args: settings.
-        rollouts: TRL's arguments that make rollouts.
+        rollout_func: TRL's.
         prompts: with images.
 
     Raises:
         ConfigError: a setting is not shown to be right for them, or an image is missing.
     """
-    problems = [*image_problems(args, ["images"]), *rollout_problems(rollouts)]
+    problems = [*image_problems(args, ["images"]), *rollout_problems(rollout_func)]
     if any(image is None for prompt in prompts for image in images_in(prompt)):
         cure = "Give as many images as there are {'type': 'image'} in the messages."
         problems.append(Problem("prompt", ABSENT, "a part of type 'image' has no image", cure))
@@ -107,9 +107,3 @@ def check_fields(rows: Sequence[RowImages], accepted: Sequence[str]) -> None:
     if any("pixel_values" not in row for row in rows if int(row[COUNT])):
         reason = "its processor returns no pixel_values for a prompt with images"
         raise ConfigError([Problem("model_name_or_path", ABSENT, reason, "Use another model for images.")])
-
-
-def images_of_tools() -> Problem:
-    """Return the problem of a tool that returned an image."""
-    reason = "a tool returned an image, and TRL leaves out all images of a batch where one completion is cut short"
-    return Problem("tools", ABSENT, reason, "Return text.")

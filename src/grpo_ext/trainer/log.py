@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerState
 
 from grpo_ext.errors import without_secrets
+from grpo_ext.rollout.images import described
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 
 
@@ -84,7 +85,7 @@ class Log:
         generated, table, count = batch.generated, self.table, len(batch.rows)
         assert generated is not None
         assert batch.rewards is not None
-        shown = without_secrets([list(prompts), list(generated.completions), batch.logged])
+        shown = without_secrets([list(prompts), [described(one) for one in generated.completions], batch.logged])
         for column, values in zip(("prompt", "completion"), shown, strict=False):
             table[column].extend(gather_object(values))
         for name, values in zip(reward_names, batch.rewards.T.tolist(), strict=True):

@@ -17,12 +17,14 @@ from trl.extras.profiling import profiling_context
 
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.process_engine import samples_by_server
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.chat_template import template_opens
 from grpo_ext.data.images import with_images
 from grpo_ext.environments.episode import EpisodeLimits
+from grpo_ext.packing.images import RowImages
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-from grpo_ext.rollout.images import Tokenized, images_in
+from grpo_ext.rollout.images import Tokenized, images_in, images_of_row
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.rollout_batch import Generated
 from grpo_ext.rollout.samplers import Sampler
@@ -33,7 +35,7 @@ from grpo_ext.trainer import tool_environments
 from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.collector import Collector, usable
 from grpo_ext.trainer.episodes import EpisodeRunner, sampling_of
-from grpo_ext.trainer.input_checks import check_seen
+from grpo_ext.trainer.input_checks import check_fields, check_seen
 from grpo_ext.trainer.lifecycle import Lifecycle
 from grpo_ext.trainer.log import Log
 from grpo_ext.trainer.nan_report import sampling
@@ -142,9 +144,25 @@ class RolloutHooks(Lifecycle):
     def _tokenize_prompts(self, prompts: list) -> Tokenized:
         if not any(map(images_in, prompts)):
             return super()._tokenize_prompts(prompts)
-        names = ("tools", "rollout_func", "environment_factories")
-        check_seen(self.args, {name: getattr(self, name) for name in names}, prompts)
-        return self.collector.tokenized(super()._tokenize_prompts, prompts, self._scorer.multimodal)
+        check_seen(self.args, self.rollout_func, prompts)
+        ids, images, fields = self.collector.tokenized(self._tokenized_alone, prompts, self._scorer.multimodal)
+        return ids, images, {} if self.tools else fields  # TRL's loop would cut them to rows
+
+    def _tokenized_alone(self, prompt: Any, row: int | None) -> Tokenized:
+        """Tokenize one prompt as TRL does, with the tools of the row of this number, or with none."""
+        changed: dict[str, Any] = {"tools": [], "environment_factories": None} if row is None else {}
+        if row is not None and self.environment_factories is not None:
+            changed = {"_batch_environments": self._batch_environments[row : row + 1]}
+        with temporarily(self, **changed):
+            return super()._tokenize_prompts([prompt])
+
+    def row_images(self, ids: list[int], images: Sequence[Any] | None) -> RowImages:
+        """Return the images of a row with these tokens, wherever they are."""
+        if images:
+            check_seen(self.args)
+        row = images_of_row(self._tokenized_alone, ids, images)
+        check_fields([row], self._scorer.multimodal)
+        return row
 
     # Completions.
 
@@ -157,6 +175,7 @@ class RolloutHooks(Lifecycle):
                 needed = self._sampler_corrected or (self.use_vllm and self.args.old_logps != "recomputed")
                 generated = usable(Generated(*super()._generate(prompts)), needs_logprobs=needed)
                 self.collector.add_supports(generated)
+                self.collector.add_images(generated)
             else:
                 group = self.num_generations if self.model.training else self.num_generations_eval
                 generated = self.collector.completed(prompts, group)
@@ -182,7 +201,8 @@ class RolloutHooks(Lifecycle):
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], Any]:
-        return self.collector.turn(prompt_ids, multimodal_fields, num_generations, has_tool_images=has_tool_images)
+        fields = {} if has_tool_images else multimodal_fields  # those are of image processors alone
+        return self.collector.turn(prompt_ids, images, fields, num_generations)
 
     def push_weights(self) -> None:
         """Give vLLM the policy's weights if it has older ones."""

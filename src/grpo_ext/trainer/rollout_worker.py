@@ -26,6 +26,7 @@ from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.environments.episode import EpisodeLimits
 from grpo_ext.environments.rendering import Renderer
 from grpo_ext.objective.trajectory import COLUMN, batch
+from grpo_ext.packing.images import RowImages
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rewards.scorers import Scorer, scored_by
 from grpo_ext.rollout.background import Background
@@ -55,6 +56,8 @@ class RolloutRequest:
         version: number of the weights that sample, as published to the sampler; None: the policy's own.
         step: optimizer steps that made these weights.
         fields: further inputs of a model that takes images, by row.
+        images: of each prompt, or None where it has none.
+        seen: what the processor made of them, where they are sampled ahead.
         group: number of consecutive rows that have one prompt.
         supports: whether the loss needs the sampling supports.
         records: whether the log-probabilities of the draws are.
@@ -68,6 +71,8 @@ class RolloutRequest:
     version: int | None
     step: int
     fields: Mapping[str, Any] = field(default_factory=dict)
+    images: list[Any] | None = None
+    seen: Sequence[RowImages] = ()
     group: int = 1
     supports: bool = False
     records: bool = True
@@ -98,6 +103,9 @@ class Hooks(Protocol):
 
     def push_weights(self) -> None:
         """Give vLLM the policy's weights if it has older ones."""
+
+    def row_images(self, ids: list[int], images: Sequence[Any] | None) -> RowImages:
+        """Return the images of a row with these tokens, wherever they are."""
 
     def _tokenize_prompts(self, prompts: list) -> Tokenized: ...
 
@@ -139,7 +147,8 @@ class PublishedWeights:
         """Sample a completion for each row."""
         assert request.version is not None
         streams = [attempt.stream() for attempt in request.attempts]
-        return self.sampler.sample(request.version, request.prompt_ids, [request.limit] * len(streams), streams)
+        rows = request.prompt_ids, [request.limit] * len(streams), streams, request.images
+        return self.sampler.sample(request.version, *rows)
 
     @contextmanager
     def turns(self, request: RolloutRequest) -> Iterator[TurnEngine]:
@@ -221,8 +230,9 @@ class RolloutWorker:
     def _sampled(self, request: RolloutRequest) -> RolloutBatch:
         ids, logprobs, supports, routes = self.sampled(request)
         texts = self._texts(request.prompts, request.prompt_ids, ids)
-        generated = Generated(request.prompt_ids, ids, None, texts, logprobs, {}, None, [])
-        return RolloutBatch(list(request.rows), request.attempts, request.prompts, generated, supports, routes)
+        generated = Generated(request.prompt_ids, ids, None, texts, logprobs, {}, request.images, [])
+        rows, images = list(request.rows), list(request.seen)
+        return RolloutBatch(rows, request.attempts, request.prompts, generated, supports, routes, images=images)
 
     def _played(self, request: RolloutRequest, episode_runner: EpisodeRunner) -> RolloutBatch:
         renderer = Renderer(self.tokenizer, self.options)
@@ -311,8 +321,7 @@ class BackgroundWorker:
         rows = [dict(row) for row in request.rows]
         for row, (trajectory, _) in zip(rows, rollouts.played, strict=False):
             row[COLUMN] = trajectory
-        prompts = [row["prompt"] for row in rows]
-        columns = columns_of(rows, prompts, generated.completions, generated.completion_ids, state)
+        columns = columns_of(rows, request.prompts, generated.completions, generated.completion_ids, state)
         scored = self.worker.score(columns)
         return replace(rollouts, scored=scored, seconds=rollouts.seconds + time.monotonic() - began)
 

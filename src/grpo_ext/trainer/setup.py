@@ -181,7 +181,7 @@ def _image_problems(ready: Ready) -> Iterator[Problem]:
     """Yield why images in the data would not reach the model."""
     columns, processor = image_columns(ready.data.named), ready.trl["processing_class"]
     if columns:
-        yield from image_rollout_problems(ready.rollouts)
+        yield from image_rollout_problems(ready.rollouts["rollout_func"])
     if columns and isinstance(processor, PreTrainedTokenizerBase):  # which would write them into the prompt as text
         reason = f"the processor is a {type(processor).__name__}, so the model would not see the images"
         cure = "Name a model of images and text with its processor, or remove the column."

@@ -22,7 +22,7 @@ from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.rollout.vllm import client
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.checkpoints.processes import whole
-from support import tiny
+from support import seeing, tiny
 from support.fsdp_on_cpu import make_fsdp_real
 from support.vllm_runs import send_all, server_processes
 
@@ -97,6 +97,11 @@ def bare(trainer, iterate):
     return tensors
 
 
+def look() -> list:
+    """Look."""
+    return [{"type": "image", "image": seeing.picture(5, 28, 28)}, {"type": "text", "text": "b"}]
+
+
 def main(output: Path, settings: dict) -> None:
     arguments = tiny.TRAINING | {
         "use_vllm": True,
@@ -125,16 +130,25 @@ def main(output: Path, settings: dict) -> None:
         from transformers import BitsAndBytesConfig
 
         settings["quantization_config"] = BitsAndBytesConfig(**{f"load_in_{settings['bits']}bit": True})
+    rows, processor, reward = settings.get("rows") or tiny.prompts(), tiny.tokenizer(), count_a
+    if "pictures" in settings:
+        rows, processor, reward = seeing.coloured(16), seeing.processor("idefics3"), seeing.named
+        processor.image_seq_len = settings.get("tokens", 1)
+        arguments |= {"trust_remote_code": True, "per_device_train_batch_size": 16, "num_generations": 8}
+    tools = None
+    if "tools" in settings:
+        processor.tokenizer.response_template, tools = seeing.CALLS, [look]
     trainer = GRPOExtTrainer(
         settings["model"],
-        None if "environments" in settings else [count_a],
+        None if "environments" in settings else [reward],
         args=GRPOExtConfig(str(output / "out"), **(arguments | settings.get("config", {}))),
-        train_dataset=settings.get("rows") or tiny.prompts(),
+        train_dataset=rows,
         eval_dataset=tiny.prompts(4) if "eval_strategy" in settings.get("config", {}) else None,
-        processing_class=tiny.tokenizer(),
+        processing_class=processor,
         peft_config=peft,
         quantization_config=settings.get("quantization_config"),
         environments=settings.get("environments"),
+        tools=tools,
     )
     before = {n: whole(p) for n, p in trainer.model.named_parameters() if not p.requires_grad}
     if settings["mode"] == "colocate" and trainer.use_vllm:

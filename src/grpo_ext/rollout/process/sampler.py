@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.reduction import send_handle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -91,7 +91,12 @@ class ProcessSampler:
         return dict(read(published.table, published.file.descriptor))
 
     def sample(
-        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
+        self,
+        version: int,
+        contexts: list[list[int]],
+        limits: list[int],
+        streams: Sequence[np.random.Generator],
+        images: Sequence[Any] | None = None,
     ) -> list[Sampled]:
         """Sample a completion after each context; a row takes as many numbers of its stream as its limit.
 
@@ -99,6 +104,7 @@ class ProcessSampler:
             SamplerLost: the request failed twice, or the sampler was closed.
             Unsupported: the model cannot be decoded exactly.
         """
+        assert not any(images or ()), "images are refused with the process"
         if not contexts:
             return []
         uniforms = uniform_numbers(streams, limits, len(contexts), max(limits))

@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 import numpy as np
 import requests
 from requests.adapters import HTTPAdapter
-from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_client import VLLMClient, parse_logprobs
 
 from grpo_ext.rollout.vllm.server import CONNECTIONS, ServerTrouble
 from grpo_ext.waiting import Wait, WaitedInVain, in_thread
@@ -25,6 +25,7 @@ FRESH_SECONDS = 1.0
 """Age up to which metrics of the server are read again; a server takes longer to restart."""
 UNLABELLED = "default"
 """vLLM's label of weights that were not pushed."""
+IMAGES_NEED = "Prompts with images need vLLM 0.31 or newer, started by grpo-ext serve."
 WEIGHTS = ", weights "
 """Precedes the label in an identity."""
 
@@ -172,6 +173,14 @@ class Client(VLLMClient):
             label = UNLABELLED
         return found if label == UNLABELLED else f"{found}{WEIGHTS}{label}"
 
+    def reset_encoder_cache(self) -> None:
+        """Remove what the server keeps of images by the weights before.
+
+        Raises:
+            ServerTrouble: the server does not answer.
+        """
+        self._post(f"{self.base_url}/reset_encoder_cache")
+
     def check_serving(self) -> None:
         """Check that the server still has the weights of the last push.
 
@@ -194,7 +203,9 @@ class Client(VLLMClient):
         raise ServerTrouble(f"{self.base_url} has been restarted")
 
     def generate(self, prompts: list[list[int]], **settings: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Generate as TRL's does, from any thread; with the experts that vLLM chose, if the server returns them.
+        """Generate as TRL's does, from any thread; `features` are the images of a single prompt, as content parts.
+
+        The experts that vLLM chose come too, if the server returns them.
 
         Raises:
             ServerTrouble: the server did not answer, or has lost the weights that were pushed.
@@ -212,6 +223,32 @@ class Client(VLLMClient):
         if not scored or len(rows) != len(prompts) * settings.get("n", 1):
             raise ServerTrouble(f"{self.base_url} answered with fewer completions or log-probabilities than asked for")
         return answer
+
+    def _generate_from_features(  # type: ignore[override]
+        self,
+        prompts: list[list[int]],
+        features: list[list[dict[str, str]]],
+        sampling_params: dict[str, Any],
+        max_concurrent_requests: int = 1,
+    ) -> dict[str, Any]:
+        """Generate after a prompt with images, which TRL would have processed by a request of their own.
+
+        Raises:
+            RuntimeError: the server does not take images beside tokens, or samples after other tokens.
+        """
+        [ids], [parts] = prompts, features
+        asked = {"model": self.model, "token_ids": ids, "content_parts": parts, "sampling_params": sampling_params}
+        try:
+            answer = self._post(f"{self.base_url}/inference/v1/generate", json={**asked, "return_token_ids": True})
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}. {IMAGES_NEED}") from error
+        seen = (answer["mm_placeholders"] or {}).get("image", [])
+        if answer["prompt_token_ids"] != ids or len(seen) != len(parts):
+            raise RuntimeError(f"{self.base_url} samples after other tokens than the prompt's. {IMAGES_NEED}")
+        choices = answer["choices"]
+        logprobs, tokens = parse_logprobs([choice["logprobs"] for choice in choices])
+        completions = [choice["token_ids"] for choice in choices]
+        return {"completion_ids": completions, "logprobs": logprobs, "logprob_token_ids": tokens}
 
 
 def _array(encoded: str | None) -> np.ndarray | None:

@@ -5,15 +5,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from trl.generation import vllm_generation
 
 from grpo_ext.config.temporary import temporarily
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.rollout.vllm.adapter_files import write_adapter
-from grpo_ext.rollout.vllm.plugin import keep_weights_in_place
+from grpo_ext.rollout.vllm.plugin import keep_expanded_prompts, keep_weights_in_place
 from grpo_ext.rollout.vllm.requester import Request
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ def engine_settings(dtype: str, options: Mapping[str, Any]) -> Iterator[None]:
     from vllm.platforms import current_platform
 
     settings: dict[str, Any] = {"dtype": dtype}
+    keep_expanded_prompts()
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM must not bind the trainer's threads
@@ -52,6 +54,19 @@ def each_seeded(
     for params, row in zip(each, rows, strict=True):
         params.seed, params.max_tokens = row.seed, row.limit
     return generate(prompts, sampling_params=each, **options)
+
+
+def expect_prompts(parts: T, prompts: list[list[int]]) -> T:
+    """Return TRL's tuple of prompts, completions and more, whose prompts must be those that were given.
+
+    Raises:
+        ConfigError: vLLM has made other tokens of an image than the trainer's processor.
+    """
+    if cast(Any, parts)[0] != prompts:
+        reason = "vLLM makes other tokens of an image than the processor, so it samples after another prompt"
+        cure = "Save the processor as it is used beside the model, or set use_vllm: false."
+        raise ConfigError([Problem("use_vllm", True, reason, cure)])
+    return parts
 
 
 def load_adapter(

@@ -12,7 +12,7 @@ from trl.extras.profiling import ProfilingContext
 
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.rollout.samplers import Sampled
-from grpo_ext.rollout.vllm.colocated import each_seeded, of_all_ranks
+from grpo_ext.rollout.vllm.colocated import each_seeded, expect_prompts, of_all_ranks
 from grpo_ext.rollout.vllm.pushed import PushedEngine, broadcast
 from grpo_ext.rollout.vllm.requester import Request, Requester, read, seed_of, with_routes
 from grpo_ext.rollout.vllm.weights import HostCopy
@@ -70,6 +70,7 @@ class Generation(PushedEngine):
         streams: Sequence[np.random.Generator] | None = None,
         *,
         fields: Mapping[str, Any] = MappingProxyType({}),
+        images: Sequence[Any] | None = None,
         group: int = 1,
     ) -> list[Sampled]:
         """Sample a completion after each context, as `PolicySampler` does, by the weights of the last push.
@@ -78,9 +79,8 @@ class Generation(PushedEngine):
             RuntimeError: vLLM kept more tokens than it could return.
             ServerLost: the server died and did not come back; on all processes.
         """
-        assert not fields, "images are refused with vLLM"
         bound = self.support_bound if self.model.training else None
-        requests = self._requests(contexts, limits, streams)
+        requests = self._requests(contexts, limits, streams, images)
         if self.mode == "server":
             return self._by_server(requests, group, bound)
         _, *rows = self._by_engine(requests, group)
@@ -98,9 +98,9 @@ class Generation(PushedEngine):
         Raises:
             ServerLost: the server died and did not come back; on all processes.
         """
-        requests = self._requests(prompts, [self.limit] * len(prompts))
+        requests = self._requests(prompts, [self.limit] * len(prompts), images=images)
         if self.mode == "colocate":
-            return self._by_engine(requests, num_generations, images, profiler)
+            return self._by_engine(requests, num_generations, profiler)
         with profiler or nullcontext():
             rows = self._by_server(requests, num_generations)
         ids = [row.ids for row in rows]
@@ -112,6 +112,7 @@ class Generation(PushedEngine):
         contexts: list[list[int]],
         limits: Sequence[int],
         streams: Sequence[np.random.Generator] | None = None,
+        images: Sequence[Any] | None = None,
     ) -> list[Request]:
         """Return a request for each row, by its stream or the evaluation's seeds; without either it has no seed."""
         seeds: Sequence[int | None] = [None] * len(contexts)
@@ -119,28 +120,33 @@ class Generation(PushedEngine):
             seeds = [seed_of(stream) for stream in streams]
         elif self._seeds is not None:
             seeds = [*self._seeds, *[0] * len(contexts)][: len(contexts)]
-        rows = zip(contexts, limits, seeds, strict=True)
-        return [Request([context], limit, seed, model=self.adapter) for context, limit, seed in rows]
+        rows = zip(contexts, limits, seeds, images or [None] * len(contexts), strict=True)
+        return [Request([context], limit, seed, 1, self.adapter, seen) for context, limit, seed, seen in rows]
 
     def _by_engine(
         self,
         requests: list[Request],
         group: int,
-        images: list[list[object] | None] | None = None,
         profiler: ProfilingContext | None = None,
     ) -> Completions:
-        """Generate by the engine in this process; ranks that share one may have different numbers of seeded rows."""
+        """Generate by the engine in this process; ranks that share one may have different numbers of seeded rows.
+
+        Raises:
+            ConfigError: vLLM samples after other tokens, those that it makes of the images.
+        """
         prompts = [context for request in requests for context in request.contexts]
+        images = [request.images for request in requests] if any(request.images for request in requests) else None
         own = partial(self.llm.generate, **{"lora_request": self._loaded} if self.adapts else {})
         generate = partial(self._noting_routes, own) if self.with_routes else own
         if requests and requests[0].seed is None:
             with temporarily(self.llm, generate=generate):
-                return super().generate(prompts, images, group, profiler)
+                parts = super().generate(prompts, images, group, profiler)
+            return expect_prompts(parts, prompts)
         rows, width = of_all_ranks(requests, self.tensor_parallel_size, self.tp_group)
         filled = prompts + [[0]] * (width - len(prompts))  # TRL's takes as many rows of each rank
         with temporarily(self.llm, generate=partial(each_seeded, generate, rows)):
-            parts = super().generate(filled, images, 1, profiler)
-        return tuple(part and part[: len(prompts)] for part in parts)
+            parts = super().generate(filled, images and images + [None] * (width - len(prompts)), 1, profiler)
+        return expect_prompts(tuple(part and part[: len(prompts)] for part in parts), prompts)
 
     def _noting_routes(self, generate: Callable[..., list[Any]], *args: Any, **options: Any) -> list[Any]:
         outputs = generate(*args, **options)
@@ -151,13 +157,15 @@ class Generation(PushedEngine):
         """Sample by the server: the main process sends the requests of all, again after each recovery; collective.
 
         Each row with a seed is a request of its own, since the rows of one request would share its seed; processes may
-        have different numbers of them. Rows without seeds are sent as one, with `group` completions for each context.
+        have different numbers of them. Rows without seeds are sent as one, with `group` completions for each context,
+        or as one for each context where some have images.
         """
         of_processes = gather_object([requests])
         all_rows = [row for rows in of_processes for row in rows]
         if all_rows and all_rows[0].seed is None:
-            contexts = [context for row in all_rows[::group] for context in row.contexts]
-            all_rows = [Request(contexts, all_rows[0].limit, None, group, self.adapter)]
+            all_rows = [row._replace(n=group) for row in all_rows[::group]]
+            if not any(row.images for row in all_rows):
+                all_rows = [all_rows[0]._replace(contexts=[context for row in all_rows for context in row.contexts])]
         sampled: list[Sampled] | None = None
         troubles: list[Exception] = []
         while True:

@@ -2,12 +2,14 @@
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from grpo_ext.rollout.vllm.gloo import BACKEND
 
 
 def register() -> None:
-    """Offer the weight-transfer engine `gloo`; on a CPU server that is started with it, keep weights in place."""
+    """Offer the weight-transfer engine `gloo`; let a server that takes weights keep them in place, and prompts."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # vLLM may load its plugins more than once
@@ -16,6 +18,8 @@ def register() -> None:
         )
     takes_weights = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     by_file = any(argument.partition("=")[0] == "--config" for argument in sys.argv)  # the file may name the engine
+    if takes_weights:
+        keep_expanded_prompts()
     if takes_weights and (by_file or any(BACKEND in argument for argument in sys.argv)):  # --weight-transfer-config
         keep_weights_in_place()
 
@@ -36,3 +40,24 @@ def keep_weights_in_place() -> None:
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
     os.environ["VLLM_ZENTORCH_WEIGHT_PREPACK"] = "0"
+
+
+def keep_expanded_prompts() -> None:
+    """Leave prompts as they are whose images have all their tokens already, as those of a trainer's processor have.
+
+    By default vLLM takes the first of an image's tokens for the mark of the whole image, and samples after a prompt
+    that has all its tokens once more.
+    """
+    from vllm.multimodal.processing import BaseMultiModalProcessor
+
+    expanded = BaseMultiModalProcessor._apply_prompt_updates
+    if expanded.__name__ == "_kept":  # vLLM may load its plugins more than once
+        return
+
+    def _kept(processor: Any, token_ids: list[int], updates: Mapping[str, Sequence[Any]]) -> Any:
+        found = processor._find_mm_placeholders(token_ids, updates)
+        if all(len(found.get(modality, ())) == len(of_items) for modality, of_items in updates.items()):
+            return token_ids, found
+        return expanded(processor, token_ids, updates)
+
+    BaseMultiModalProcessor._apply_prompt_updates = _kept

@@ -109,6 +109,9 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         self.pushing: Callable[[], AbstractContextManager[None]] = nullcontext  # the trainer's timer
         self._rounding: Rounding | None = None
         super().__init__(*args, **kwargs)
+        if (mark := getattr(self.model.config, "image_token_id", None)) is not None:  # as TRL does with transformers
+            bias = {**self.generation_kwargs.get("logit_bias", {}), int(mark): -100.0}
+            self.generation_kwargs = {**self.generation_kwargs, "logit_bias": bias}
         if with_support:
             self.logprobs = self.likeliest
 
@@ -142,6 +145,12 @@ class PushedEngine(vllm_generation.VLLMGeneration):
     def _vocabulary(self) -> int:
         config: Any = self.model.config
         return int(config.get_text_config().vocab_size)
+
+    @property
+    def _sees(self) -> bool:
+        """Whether the policy takes more than text: vLLM keeps what its older weights made of images."""
+        config: Any = self.model.config
+        return config.get_text_config() is not config
 
     def _init_vllm(self) -> None:
         self._check_policy()
@@ -311,6 +320,8 @@ class PushedEngine(vllm_generation.VLLMGeneration):
             else:
                 self.sync_bytes = 0
                 super().sync_weights()
+                if self._sees:
+                    self.llm.llm_engine.reset_encoder_cache()
         self.sync_seconds = time.monotonic() - start
 
     def _push_adapter(self) -> None:
@@ -352,6 +363,8 @@ class PushedEngine(vllm_generation.VLLMGeneration):
     def _send(self, named: Iterator[tuple[str, Tensor]]) -> None:
         self.vllm_client.update_named_params(self._weight_metadata, named)
         self.vllm_client.reset_prefix_cache()
+        if self._sees:
+            self.vllm_client.reset_encoder_cache()
 
     def push_again(self, copy: HostCopy, troubles: Sequence[Exception] = ()) -> None:
         """Push weights that were copied, once the server is back; main process, any thread, no collective.

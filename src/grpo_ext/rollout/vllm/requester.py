@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from trl.generation.vllm_client import pil_to_base64
 
 from grpo_ext.config.truncation import WHOLE
 from grpo_ext.errors import ServerLost
@@ -35,6 +36,11 @@ def most_logprobs(top_k: int) -> int:
     return top_k + TIES if top_k else WHOLE
 
 
+def as_part(image: Any) -> dict[str, str]:
+    """Return an image as a server takes it beside tokens."""
+    return {"type": "image_url", "url": f"data:image/png;base64,{pil_to_base64(image)}"}
+
+
 def seed_of(stream: np.random.Generator) -> int:
     """Return the next seed of a row from its stream of random numbers."""
     return int(stream.integers(2**31))
@@ -51,6 +57,8 @@ class Request(NamedTuple):
     """Completions of each context."""
     model: str | None = None
     """Name of the adapter that samples; None: the server's weights."""
+    images: list[Any] | None = None
+    """Images of the context, of which there is one then."""
 
 
 class Requester:
@@ -89,6 +97,8 @@ class Requester:
         own = {"seed": request.seed, "model": request.model}
         given = {name: value for name, value in own.items() if value is not None}
         settings["generation_kwargs"] = {**settings["generation_kwargs"], **given}
+        if request.images:
+            settings["features"] = [list(map(as_part, request.images))]
         answer = self._client.generate(request.contexts, **settings)
         ids, logprobs, tokens = (answer[key] for key in ("completion_ids", "logprobs", "logprob_token_ids"))
         found = [read(*row, bound=self._bound) for row in zip(ids, logprobs, tokens, strict=True)]

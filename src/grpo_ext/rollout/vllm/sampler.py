@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -243,7 +244,12 @@ class ServerSampler:
     # Completions.
 
     def sample(
-        self, version: int, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator]
+        self,
+        version: int,
+        contexts: list[list[int]],
+        limits: list[int],
+        streams: Sequence[np.random.Generator],
+        images: Sequence[Any] | None = None,
     ) -> list[Sampled]:
         """Sample a completion after each context by the published weights; any thread, blocks.
 
@@ -254,10 +260,9 @@ class ServerSampler:
             ServerLost: the server did not come back or refuses a request, or the sampler was closed.
             RuntimeError: the server no longer has this version.
         """
-        rows = zip(contexts, limits, streams, strict=True)
-        requests = [Request([context], limit, seed_of(stream)) for context, limit, stream in rows]
+        rows = zip(contexts, limits, map(seed_of, streams), images or [None] * len(contexts), strict=True)
         with self._entered(version) as name:
-            requests = [request._replace(model=name) for request in requests]
+            requests = [Request([context], limit, seed, 1, name, seen) for context, limit, seed, seen in rows]
             return self._requester.ask_all(requests)
 
     @contextmanager
