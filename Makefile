@@ -57,7 +57,7 @@ help:
 	@echo "make bench-agents AGENTS=FOLDER  train agents of others that are installed in FOLDER, and rewrite docs/agents.md's table"
 	@echo "make bench-claims  check claims of papers, all or ONLY='length maxrl', and write benchmarks/claims.md; hours, may be stopped and resumed"
 	@echo "make bench-splits  check every loss's gradient under every split and engine, and rewrite benchmarks/splits.md's table"
-	@echo "make bench-sampler compare corrections of the sampler, and rewrite the tables of docs/vllm.md and benchmarks/sampler.md"
+	@echo "make bench-sampler compare corrections of the sampler, and vLLM with transformers, and rewrite the tables of docs/vllm.md and benchmarks/sampler.md"
 	@echo "make bench-trl CLONE=FOLDER  run TRL's own GRPO tests, from the clone of TRL in FOLDER, on grpo-ext and on stock TRL"
 	@echo "make clean         remove caches and build products (not $(VENV), not outputs/)"
 
@@ -197,10 +197,11 @@ bench-trl: install
 	$(BIN)/python benchmarks/trl_suite.py "$(CLONE)"
 
 bench-sampler: install-vllm
-	@echo "bench-sampler: bias, gradient by length, and training with rounded weights; a quarter of an hour"
+	@echo "bench-sampler: bias, gradient by length, training with rounded weights and by a real vLLM; half an hour"
 	$(QUIET_ENV) $(BIN)/python benchmarks/sampler_correction.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/sampler_training.py
 	$(QUIET_ENV) $(BIN)/python benchmarks/sampler_training.py --bits 4 3 --updates 4 --steps 64 --rules 'no correction' 'product, 0 above 3 (TRL)' 'token, cut at 2 (default)'
+	$(QUIET_ENV) $(BIN)/python benchmarks/sampler_engines.py
 	$(BIN)/python docs/tables.py
 
 bench-splits: install-deepspeed

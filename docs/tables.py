@@ -24,6 +24,7 @@ from grpo_ext.config.declarations import AS_THE_ROW_SAYS
 from grpo_ext.config.setting import Change
 from grpo_ext.config.settings import row_of, settings_changed_by
 from grpo_ext.config.spec import Spec
+from grpo_ext.evaluation.estimators import mean_of
 from grpo_ext.objective.advantages import estimators
 from grpo_ext.objective.aggregation import aggregations
 from grpo_ext.objective.combinations import combinations
@@ -40,6 +41,7 @@ from grpo_ext.trainer.diagnosis.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+DRIFT = "sampling/drift_max"
 Rows = Iterable[tuple[str, ...]]
 
 
@@ -302,6 +304,22 @@ def sampler_training_table() -> str:
     return table(("weights and rule", *heads), rows)
 
 
+def sampler_engines_table() -> str:
+    """Return a table of what a model learned from vLLM and from transformers, by the same recipe."""
+    rows, runs = [], json.loads((RESULTS / "sampler_engines.json").read_text())
+    for settings in dict.fromkeys(run["settings"] for run in runs):
+        first: list[float] = []
+        for engine in dict.fromkeys(run["engine"] for run in runs):
+            of_it = [run for run in runs if (run["settings"], run["engine"]) == (settings, engine)]
+            after, drifts = [run["after"] for run in of_it], [run["figures"].get(DRIFT, 0.0) for run in of_it]
+            shares = (", ".join(f"{run[when]:.3f}" for run in of_it) for when in ("before", "after"))
+            first, apart = first or after, [its - theirs for its, theirs in zip(after, first or after, strict=True)]
+            cells = (interval(mean_of(apart)._asdict(), "+"), f"{max(drifts):.0e}") if any(drifts) else ("", "")
+            rows.append((code(settings), engine, *shares, interval(mean_of(after)._asdict()), *cells))
+    heads = ("before", "after", "mean", "less that of transformers, by seed", "largest drift")
+    return table(("setting", "engine", *heads), rows)
+
+
 def agents_table() -> str:
     """Return a table of agents that were trained as they are."""
     lines = (RESULTS / "real_agents.jsonl").read_text().splitlines()
@@ -467,6 +485,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampler_bias": sampler_bias_table,
     "sampler_precision": sampler_precision_table,
     "sampler_training": sampler_training_table,
+    "sampler_engines": sampler_engines_table,
     "agents": agents_table,
     "gpu": gpu_table,
     "overlap": overlap_table,
