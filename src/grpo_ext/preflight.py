@@ -14,11 +14,11 @@ from grpo_ext.config.images import image_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import as_far_as_sound
 from grpo_ext.data.chat_template import prompt_ids
-from grpo_ext.data.given import Data
 from grpo_ext.data.held_out import shared_prompts
 from grpo_ext.data.images import image_columns
 from grpo_ext.data.prepare import Tokenizer
 from grpo_ext.data.prompts import PromptCheck, unseen_layout
+from grpo_ext.data.python_data import Data
 from grpo_ext.environments import compatibility
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ABSENT, ConfigError, Problem

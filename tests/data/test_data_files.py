@@ -7,8 +7,8 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 from grpo_ext.data.config import DataConfig
-from grpo_ext.data.given import prompt_problems
 from grpo_ext.data.loading import load_datasets
+from grpo_ext.data.python_data import prompt_problems
 from grpo_ext.errors import DataError
 
 

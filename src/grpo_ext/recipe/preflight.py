@@ -9,10 +9,10 @@ from grpo_ext.config.rules import as_far_as_sound, is_broken
 from grpo_ext.data import chat_template
 from grpo_ext.data.config import is_generated
 from grpo_ext.data.files import is_path
-from grpo_ext.data.given import Data
 from grpo_ext.data.mixture import check_mixture, is_local
 from grpo_ext.data.prepare import AnyDataset
 from grpo_ext.data.prompts import PromptCheck
+from grpo_ext.data.python_data import Data
 from grpo_ext.data.rows import with_system_prompt
 from grpo_ext.errors import ConfigError, DataError, Problem
 from grpo_ext.preflight import Run, data_problems, prompt_lengths

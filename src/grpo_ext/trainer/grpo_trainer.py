@@ -20,7 +20,7 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.models import model_problems
 from grpo_ext.config.precision import precision
 from grpo_ext.config.truncation import adapter_problems, scores_over_support
-from grpo_ext.data.given import given_data
+from grpo_ext.data.python_data import python_data
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
 from grpo_ext.objective.ratios import masked, widest
@@ -116,7 +116,7 @@ class GRPOExtTrainer(LossHooks):
             model,
             reward_funcs,
             args,
-            given_data(train_dataset, eval_dataset, continued=environment_factory is not None),
+            python_data(train_dataset, eval_dataset, continued=environment_factory is not None),
             environments,
             reward_workers,
             processing_class=processing_class,

@@ -31,8 +31,8 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import rollout_problems
 from grpo_ext.config.vllm import leaves_packed, missing, packs_while_loading, quantized_problem
 from grpo_ext.data.eval_sets import best_metric_problems
-from grpo_ext.data.given import Data
 from grpo_ext.data.images import image_columns
+from grpo_ext.data.python_data import Data
 from grpo_ext.environments.compatibility import beside_problems, setting_problems
 from grpo_ext.environments.composition import EnvironmentSpec, parse_environments
 from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
