@@ -187,9 +187,11 @@ def leave_process_group() -> None:
 
     The last reference to a gloo group may be held by a DDP reducer, which holds the interpreter's lock while it waits
     for the group's thread, and that thread needs the lock to free the last collective's tensors (torch 2.13). So
-    unused objects are freed first, and the thread gets a moment to finish.
+    unused objects are freed first, and the thread gets a moment to finish. They include a colocated vLLM, which hides
+    what it makes from the collector, and whose end needs the group.
     """
     if PartialState._shared_state:
+        gc.unfreeze()
         gc.collect()
         time.sleep(0.1)
         PartialState().destroy_process_group()

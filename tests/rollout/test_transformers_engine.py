@@ -351,7 +351,7 @@ def test_sharded_weights_are_left_to_generate(sharding, monkeypatch):
 )
 def test_a_run_that_shards_or_compiles_is_left_to_generate(fsdp, setting, reason):
     args = {"rollout_engine_resolved": "grouped"}
-    args |= {"torch_compile": False, "parallelism_config": None, "loss_defaults": "trl"}
+    args |= {"torch_compile": False, "parallelism_config": None, "loss_defaults": "trl", "replay_routes": False}
     with pytest.raises(Unsupported, match=reason):
         grouped_engine(SimpleNamespace(**args | setting), sharded=fsdp)
     args["rollout_engine_resolved"] = "auto"

@@ -19,7 +19,8 @@ NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reaso
 
 
 def test_it_learns_and_does_not_drift(tied, tmp_path):
-    log, _, _ = train(tmp_path, "colocate", tied, config={"max_steps": 20})
+    log, said, _ = train(tmp_path, "colocate", tied, config={"max_steps": 20})
+    assert "Traceback" not in said
     rewards = [entry["reward"] for entry in steps(log)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.5
     assert len(drifts(log)) == 20
