@@ -191,7 +191,8 @@ def leave_process_group() -> None:
     what it makes from the collector, and whose end needs the group.
     """
     if PartialState._shared_state:
-        gc.unfreeze()
+        if "vllm" in sys.modules:
+            gc.unfreeze()
         gc.collect()
         time.sleep(0.1)
         PartialState().destroy_process_group()

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from transformers import TrainerCallback
 
+from grpo_ext.config.launch import EXIT_CODE_FILE
 from grpo_ext.errors import NOT_FINISHED, OutOfMemory, RunInterrupted
 from grpo_ext.trainer.signals import REPEATED_WITHIN, Signals, signals
 from support import interrupted, tiny
@@ -41,6 +42,20 @@ def until(holds):
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("phase", "code"), [("ending", NOT_FINISHED), ("training", 143)])
+def test_the_launcher_s_signal_to_what_ends_later_leaves_the_code_that_is_written(phase, code, monkeypatch, tmp_path):
+    """As the second signal, after a user's: the launcher ends what is left when the first process has gone."""
+    file = tmp_path / "exit_code"
+    file.write_text(str(NOT_FINISHED))
+    monkeypatch.setenv(EXIT_CODE_FILE, str(file))
+    if not (child := os.fork()):
+        own = Signals()
+        own.phase, own.requested = phase, signal.SIGTERM
+        own.arrived(signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+    assert int(file.read_text()) == code
 
 
 def test_the_first_is_noted_its_echo_is_ignored_and_a_second_ends_the_process(watched, monkeypatch):

@@ -18,11 +18,16 @@ COMMAND = "GRPO_EXT_COMMAND"
 """Environment variable with the pid of the `grpo-ext train` that started the launcher."""
 
 
-def write_exit_code(code: int) -> None:
-    """Write this process's exit code for `grpo-ext train`: a launcher's own is always 1."""
+def write_exit_code(code: int, *, first: bool = False) -> None:
+    """Write this process's exit code for `grpo-ext train`: a launcher's own is always 1.
+
+    With `first` a code that is there already stays.
+    """
     if EXIT_CODE_FILE in os.environ:
+        file = Path(os.environ[EXIT_CODE_FILE])
         with suppress(OSError):  # the command, and its temporary folder, may be gone
-            Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))
+            if not (first and file.exists()):
+                file.write_text(str(code))
 
 
 _PLANNED: ContextVar[int | None] = ContextVar("planned processes", default=None)  # None: this launch is not planned

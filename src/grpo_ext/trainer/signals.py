@@ -142,7 +142,7 @@ class Signals:
             write_stderr(line)
         for cleanup in self.cleanups:
             cleanup()
-        write_exit_code(code)
+        write_exit_code(code, first=self.phase == "ending")  # a launcher signals what ends later than others
         os._exit(code)
 
 

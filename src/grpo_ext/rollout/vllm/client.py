@@ -213,9 +213,10 @@ class Client(VLLMClient):
         """
         self.check_serving()
         try:
+            self._last.answer = {}
             answer: dict[str, Any] = super().generate(prompts, **settings)
-            rows = answer["completion_ids"]
-            answer["routes"] = [_array(choice.get("routed_experts")) for choice in self._last.answer["choices"]]
+            rows, choices = answer["completion_ids"], self._last.answer.get("choices", ())
+            answer["routes"] = [_array(choice.get("routed_experts")) for choice in choices]
             scored = all(map(_is_scored, rows, answer["logprobs"]))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             reason = f"answered something else than completions ({type(error).__name__}: {error})"
