@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from trl.generation.vllm_client import pil_to_base64
 
 from grpo_ext.config.truncation import WHOLE
 from grpo_ext.errors import ServerLost
@@ -38,6 +37,8 @@ def most_logprobs(top_k: int) -> int:
 
 def as_part(image: Any) -> dict[str, str]:
     """Return an image as a server takes it beside tokens."""
+    from trl.generation.vllm_client import pil_to_base64  # which imports vLLM
+
     return {"type": "image_url", "url": f"data:image/png;base64,{pil_to_base64(image)}"}
 
 
