@@ -94,7 +94,7 @@ def test_the_policy_agrees_with_its_sampler_over_the_support(kind, cut, engine, 
         assert (counts[sampled] == 5).all()
 
 
-@pytest.mark.parametrize("kind", ["conversation", "agent", "tools"])
+@pytest.mark.parametrize("kind", ["conversation", pytest.param("agent", marks=pytest.mark.slow), "tools"])
 def test_the_weights_do_not_depend_on_sharing_or_the_split(kind, tmp_path):
     ends = []
     splits = [{"shared_prefix": "true"}, {"shared_prefix": "false"}, {"shared_prefix": "true"} | HALVES]

@@ -157,7 +157,9 @@ class Collector:
             version = self._published(self.inference_engine)
         rows = rollouts.rows, prompts, contexts, rollouts.attempts
         supports, records = training and self.wants_supports, training or self.hooks.args.use_vllm
-        return RolloutRequest(*rows, self.policy.limit, version, step, fields, images, (), group, supports, records)
+        return RolloutRequest(
+            *rows, self.policy.limit, version, step, fields, images, group=group, supports=supports, records=records
+        )
 
     def turn(
         self, contexts: list[list[int]], images: list[Any] | None, fields: Mapping[str, Any], group: int

@@ -101,8 +101,8 @@ class RolloutHooks(Lifecycle):
             rows = self.train_dataset, self.reward_func_names, self.num_generations
             dynamic = DynamicSampler(args, *rows, stateful=stateful, accelerator=self.accelerator)
         policy = self.vllm_generation if args.use_vllm else transformers_sampler(self, args)
-        weighed = {"weights": self.reward_weights, "group": self.num_generations}
-        zero_advantages = partial(self._advantages.zero_advantage_groups, **weighed)
+        judge = self._advantages.zero_advantage_groups
+        zero_advantages = partial(judge, weights=self.reward_weights, group=self.num_generations)
         shared = self, self._log, self._times
         self.collector = Collector(*shared, policy, engine, rewards, dynamic, zero_advantages, worker)
         if self.rollout_func is not None:

@@ -30,8 +30,6 @@ class Generation(PushedEngine):
     """Samples by the weights of the last push: a `PolicySampler`, and TRL's `VLLMGeneration` for its callers."""
 
     _seeds: list[int] | None = None
-    _routes: Sequence[np.ndarray | None] = ()
-    """The experts that the engine in this process chose for its last rows."""
 
     def seeded(self, seeds: list[int]) -> AbstractContextManager[None]:
         """Let rows that have no stream of random numbers sample by these seeds: those of an evaluation."""
@@ -83,8 +81,9 @@ class Generation(PushedEngine):
         requests = self._requests(contexts, limits, streams, images)
         if self.mode == "server":
             return self._by_server(requests, group, bound)
-        _, *rows = self._by_engine(requests, group)
-        return with_routes([read(*row, bound=bound) for row in zip(*rows, strict=True)], contexts, self._routes)
+        routes: list[np.ndarray | None] = []
+        _, *rows = self._by_engine(requests, group, routes=routes)
+        return with_routes([read(*row, bound=bound) for row in zip(*rows, strict=True)], contexts, routes)
 
     def generate(
         self,
@@ -128,8 +127,11 @@ class Generation(PushedEngine):
         requests: list[Request],
         group: int,
         profiler: ProfilingContext | None = None,
+        routes: list[np.ndarray | None] | None = None,
     ) -> Completions:
         """Generate by the engine in this process; ranks that share one may have different numbers of seeded rows.
+
+        `routes` gets the experts that vLLM chose in each row, if it returns them.
 
         Raises:
             ConfigError: vLLM samples after other tokens, those that it makes of the images.
@@ -137,7 +139,7 @@ class Generation(PushedEngine):
         prompts = [context for request in requests for context in request.contexts]
         images = [request.images for request in requests] if any(request.images for request in requests) else None
         own = partial(self.llm.generate, **{"lora_request": self._loaded} if self.adapts else {})
-        generate = partial(self._noting_routes, own) if self.with_routes else own
+        generate = own if routes is None or not self.with_routes else partial(_noting_routes, own, routes)
         if requests and requests[0].seed is None:
             with temporarily(self.llm, generate=generate):
                 parts = super().generate(prompts, images, group, profiler)
@@ -147,11 +149,6 @@ class Generation(PushedEngine):
         with temporarily(self.llm, generate=partial(each_seeded, generate, rows)):
             parts = super().generate(filled, images and images + [None] * (width - len(prompts)), 1, profiler)
         return expect_prompts(tuple(part and part[: len(prompts)] for part in parts), prompts)
-
-    def _noting_routes(self, generate: Callable[..., list[Any]], *args: Any, **options: Any) -> list[Any]:
-        outputs = generate(*args, **options)
-        self._routes = [output.outputs[0].routed_experts for output in outputs]
-        return outputs
 
     def _by_server(self, requests: list[Request], group: int, bound: int | None = None) -> list[Sampled]:
         """Sample by the server: the main process sends the requests of all, again after each recovery; collective.
@@ -194,3 +191,11 @@ class Generation(PushedEngine):
             return self.on_main(partial(self.push_again, HostCopy(), troubles))
         self.on_main(partial(self.reopen, troubles))
         self.sync_weights()
+
+
+def _noting_routes(
+    generate: Callable[..., list[Any]], routes: list[np.ndarray | None], *args: Any, **options: Any
+) -> list[Any]:
+    outputs = generate(*args, **options)
+    routes += [output.outputs[0].routed_experts for output in outputs]
+    return outputs
