@@ -23,7 +23,7 @@ from peft import LoraConfig
 from transformers import LlamaForCausalLM
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from sampler_training import GROUP, PROMPTS, SHORT, TOKENIZER, Engine, reward, right, warm
+from sampler_training import SHORT, TOKENIZER, TRAINING, Engine, reward, right, warm
 
 RESULT = Path(__file__).parent / "results" / "sampler_engines.json"
 STEPS, LIMIT = 40, SHORT + 2
@@ -52,20 +52,10 @@ def run(settings: str, engine: str, seed: int, folder: str) -> dict:
     adapter = settings == "vllm_push: adapter"
     args = GRPOExtConfig(
         output_dir=tempfile.mkdtemp(),
-        loss_type="grpo",
         max_steps=STEPS,
-        per_device_train_batch_size=GROUP * PROMPTS,
-        num_generations=GROUP,
         max_completion_length=LIMIT,
-        lr_scheduler_type="constant",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         seed=seed,
+        **TRAINING,
         **SETTINGS[settings] | ENGINES[engine] | ({"vllm_push": "adapter"} if adapter and engine == "vLLM" else {}),
     )
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM") if adapter else None

@@ -41,6 +41,12 @@ from grpo_ext.quickstart.model import build_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "sampler_training.json"
 SHORT, LONG, SHIFT, GROUP, PROMPTS = 4, 128, 3, 8, 8
+TRAINING = {
+    **{"loss_type": "grpo", "per_device_train_batch_size": GROUP * PROMPTS, "num_generations": GROUP},
+    **{"lr_scheduler_type": "constant", "use_cpu": True, "bf16": False, "gradient_checkpointing": False},
+    **{"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True},
+}
+"""Settings of all runs."""
 STEPS, LEARNING_RATE, ERRORS, WARM_STEPS = 32, 1e-3, 0.4, 400
 RULES = {
     "no correction": {"vllm_importance_sampling_correction": False},
@@ -244,25 +250,15 @@ def trained(
     with tempfile.TemporaryDirectory() as output, open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
         args = GRPOExtConfig(
             output_dir=output,
-            loss_type="grpo",
             max_steps=steps,
-            per_device_train_batch_size=GROUP * PROMPTS,
-            num_generations=GROUP,
             num_iterations=updates,
             max_completion_length=LONG,
             learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
             seed=seed,
             use_vllm=True,
             vllm_mode="colocate",
             rollout_drift=0.0,
+            **TRAINING,
             **settings,
         )
         rows = Dataset.from_list([{"prompt": f"{k}{a}{b}"} for k in "sl" for a in range(10) for b in range(10)])

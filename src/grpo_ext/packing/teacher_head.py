@@ -141,10 +141,8 @@ def divergence_from(
 
     def apply(*args: Any) -> tuple[Tensor, Tensor, None, None, None]:
         call = _Call(*args)
-        places, form = (
-            _places(call.hidden, labelled, counted),
-            Form.of(call.hidden, call.temperature, call.softcap, call.scale),
-        )
+        places = _places(call.hidden, labelled, counted)
+        form = Form.of(call.hidden, call.temperature, call.softcap, call.scale)
         divergence = partial(pointwise, beta=beta, clip=clip)
         values = VocabularyDivergence.apply(call.hidden[places], call.weight, call.bias, form, teacher, divergence)
         every = values.new_zeros(len(call.hidden)).index_copy(0, places, values)
