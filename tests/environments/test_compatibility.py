@@ -10,6 +10,7 @@ from support import tiny
 
 ASKED = [{"role": "user", "content": "go"}]
 IMAGE = [{"role": "user", "content": [{"type": "image", "image": "f.png"}, {"type": "text", "text": "What is it?"}]}]
+URL = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]}]
 COUNTER, SOLVED = "support.worlds:Counter", "support.worlds:Solved"
 
 
@@ -35,9 +36,8 @@ def data(prompt=ASKED, **columns):
             "='Conter': not an entry of environments.",
         ),
         (["guess"], data(trajectory=[1, 2]), "Rename the column"),
-        (["guess"], data(image=[1, 2]), "column 'image': environments carry text only"),
-        ([COUNTER], data(images=[[1], [2]]), "column 'images': environments carry text only"),
-        (["guess"], data(IMAGE), "content of type 'image'; environments carry text only"),
+        (["guess"], data(IMAGE), None),
+        (["guess"], data(URL), "content of type 'image_url', and environments carry text and images"),
         (["guess"], data("go"), "prompt='go': the prompts are text"),
         (["guess"], data(solution=["1", "2"]), None),
         ([COUNTER], data(solution=["1", "2"]), None),

@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step
 from grpo_ext.errors import ConfigError
-from support import speakers, tiny, worlds
+from support import painters, speakers, tiny, worlds
 from support.trainers import weights
 
 HERE = worlds.__file__
@@ -218,8 +218,8 @@ def test_what_does_not_suit_is_told_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ConfigError) as error:
         trained(tmp_path, [GUESS | {"max_turns": 0}, {"path": "support.worlds:Solved"}], [{"prompt": "text"}] * 16)
     assert len(error.value.problems) == 4
-    seen = {"seen": [row | {"images": ["owl.png"]} for row in asked()]}
-    with pytest.raises(ConfigError, match="column 'images': environments carry text only"):
+    seen = {"seen": [row | {"images": [painters.painted("red")]} for row in asked()]}
+    with pytest.raises(ConfigError, match="so the model would not see the images"):
         GRPOExtTrainer(
             tiny.model(), None, GRPOExtConfig(str(tmp_path), **tiny.TRAINING), asked(), seen, environments=[GUESS]
         )

@@ -69,7 +69,7 @@ class Ran:
     out: str
 
 
-IMAGE = {"type": "image", "image": "data"}
+URL = {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}
 TEXTS = [{"type": "text", "text": "an "}, {"type": "text", "text": "owl"}]
 
 
@@ -100,7 +100,7 @@ def test_a_tools_result_becomes_text(value, text):
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ([*TEXTS, IMAGE], "tool 'show' returned content of type 'image', and environments carry text only"),
+        ([*TEXTS, URL], "tool 'show' returned content of type 'image_url', and environments carry text and images"),
         ([{"now": object()}], "shows an address in memory"),
         ({"then": (1, {print: min, len: lambda: 0})}, "shows an address in memory"),
         ((i for i in "ab"), "shows an address in memory"),
@@ -173,8 +173,8 @@ def test_a_result_that_is_not_a_step_is_garbage(value):
     ("answer", "message"),
     [
         ({"observation": None, "done": False}, "nothing to answer"),
-        ({"observation": [*TEXTS, IMAGE]}, "content of type 'image', and environments carry text only"),
-        ({"observation": [{"role": "user", "content": [IMAGE]}]}, "carry text only"),
+        ({"observation": [*TEXTS, URL]}, "content of type 'image_url', and environments carry text and images"),
+        ({"observation": [{"role": "user", "content": [URL]}]}, "carry text and images"),
         ({"observation": 7}, "neither text nor messages"),
         ({"observation": [{"role": "user"}]}, "neither text nor messages"),
         ({"observation": "x" * (LONGEST + 1)}, "characters"),
@@ -205,11 +205,11 @@ def test_a_conversation_is_opened(opening, contents):
 
 
 @pytest.mark.parametrize("opening", [None, "!"])
-def test_a_prompt_of_parts_takes_text_and_fails_the_episode_with_an_image(opening):
+def test_a_prompt_of_parts_takes_text_and_fails_the_episode_with_a_url(opening):
     [message] = opened([{"role": "user", "content": TEXTS}], {"opening": opening}, list)
     assert message["content"] == [*TEXTS, *([{"type": "text", "text": "!"}] if opening else [])]
-    with pytest.raises(InvalidResult, match="the prompt has content of type 'image'"):
-        opened([{"role": "user", "content": [*TEXTS, IMAGE]}], {"opening": opening}, list)
+    with pytest.raises(InvalidResult, match="the prompt has content of type 'image_url'"):
+        opened([{"role": "user", "content": [*TEXTS, URL]}], {"opening": opening}, list)
 
 
 # The packaged ones.

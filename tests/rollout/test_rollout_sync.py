@@ -527,12 +527,16 @@ def test_a_server_gets_the_flags_that_its_recipe_needs(quickstart_model):
 
 
 @pytest.mark.vllm
-def test_a_server_on_a_cpu_beside_training_cuts_no_prompt(quickstart_model):
-    name = "--max-num-batched-tokens"
-    assert name not in flags(packaged(quickstart_model))
-    assert flags(packaged(quickstart_model, rollout_ahead=1))[name] == "16384"
+def test_a_server_on_a_cpu_cuts_no_prompt(quickstart_model):
+    name, whole = "--max-num-batched-tokens", "--no-enable-chunked-prefill"
+    found = flags(packaged(quickstart_model))
+    assert found[name] == "16384"
+    assert whole not in found  # a prompt may be longer
+    assert whole in flags(packaged(quickstart_model, vllm_max_model_length=512))
     own = json.dumps({"max_num_batched_tokens": 512})
-    assert flags(packaged(quickstart_model, rollout_ahead=1, vllm_engine_kwargs=own))[name] == "512"
+    found = flags(packaged(quickstart_model, vllm_engine_kwargs=own))
+    assert found[name] == "512"
+    assert whole not in found
 
 
 @pytest.mark.vllm

@@ -205,18 +205,25 @@ def model(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **size
     return made.to(dtype).eval()
 
 
-def save(folder: Path, **sizes: Any) -> str:
+def prefer(policy: PreTrainedModel, token: int, weight: float) -> None:
+    """Let a model sample a token often, or never: by a part of its states that nothing but the head reads."""
+    head = policy.get_output_embeddings().weight.data
+    policy.get_input_embeddings().weight.data[:, 0], head[:, 0] = 4.0, 0.0
+    head[token, 0] = weight
+    for name, parameter in policy.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data[0] = 0.0
+
+
+def save(folder: Path, *, ends: float = 0.0, **sizes: Any) -> str:
     """Write a model and its processor as vLLM loads them without torchvision: by code that comes with the model.
 
     The model does not sample the image's token by itself, so that vLLM, where it is left out, has the same logits.
+    The higher `ends`, the shorter its turns.
     """
     made = model("idefics3", dtype=torch.float32, **sizes)
-    head = made.get_output_embeddings().weight.data
-    made.get_input_embeddings().weight.data[:, 0], head[:, 0] = 4.0, 0.0
-    head[made.config.image_token_id, 0] = -30.0
-    for name, parameter in made.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            parameter.data[0] = 0.0
+    prefer(made, made.config.image_token_id, -30.0)
+    made.get_output_embeddings().weight.data[made.config.text_config.eos_token_id, 0] = ends
     made.save_pretrained(folder)
     processor("idefics3").save_pretrained(folder)
     (folder / "pictures.py").write_text(
@@ -307,3 +314,25 @@ def alone(family: str, policy: PreTrainedModel, row: dict[str, Any], completion:
     """Return the log-probabilities of a completion by `logits`."""
     log_p = logits(family, policy, row, completion).log_softmax(-1)
     return log_p.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def scored_row(family: str, policy: PreTrainedModel, ids: list[int], images: Sequence[Any]) -> torch.Tensor:
+    """The model's own logits of each next token of a row with these images."""
+    inputs = {}
+    if images:
+        message = [{"role": "user", "content": [{"type": "image", "image": one} for one in images]}]
+        inputs = dict(
+            processor(family).apply_chat_template([message], tokenize=True, return_dict=True, return_tensors="pt")
+        )
+    seen = torch.tensor([ids])
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in inputs:
+            inputs[name] = (seen == policy.config.image_token_id).long()
+    return nn.Module.__call__(policy, **{**inputs, "input_ids": seen, "attention_mask": torch.ones_like(seen)}).logits[
+        0
+    ]
+
+
+def of(scores: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    """The log-probabilities of tokens."""
+    return scores.log_softmax(-1)[range(len(ids)), ids]

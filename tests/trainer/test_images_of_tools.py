@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 from test_images import ROUNDING, SETTINGS
-from torch import nn
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.errors import ConfigError
@@ -70,30 +69,6 @@ def build(family, folder, *, kind=Watched, dtype=torch.float64, pictures=(1, 0, 
     )
 
 
-def alone(family, policy, ids, images):
-    """The model's own logits of each next token of a row with these images."""
-    inputs = {}
-    if images:
-        message = [{"role": "user", "content": [{"type": "image", "image": one} for one in images]}]
-        inputs = dict(
-            seeing.processor(family).apply_chat_template(
-                [message], tokenize=True, return_dict=True, return_tensors="pt"
-            )
-        )
-    seen = torch.tensor([ids])
-    for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in inputs:
-            inputs[name] = (seen == policy.config.image_token_id).long()
-    return nn.Module.__call__(policy, **{**inputs, "input_ids": seen, "attention_mask": torch.ones_like(seen)}).logits[
-        0
-    ]
-
-
-def of(scores, ids):
-    """The log-probabilities of tokens."""
-    return scores.log_softmax(-1)[range(len(ids)), ids]
-
-
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("family", "painted"), [*((one, False) for one in ("gemma3", "idefics3", "qwen2_5_vl")), ("qwen2_5_vl", True)]
@@ -106,11 +81,11 @@ def test_a_turn_sees_what_the_tools_returned_and_so_does_the_loss(family, painte
         rows = zip(made.prompt_ids, made.completion_ids, made.tool_mask, made.logprobs, made.images, strict=True)
         for i, (prompt, ids, mask, drawn, images) in enumerate(rows):
             said, drawn = torch.tensor(mask) > 0, torch.tensor(drawn, dtype=torch.double)
-            scores = alone(family, trainer.model, prompt + ids, images)[len(prompt) - 1 : -1]
+            scores = seeing.scored_row(family, trainer.model, prompt + ids, images)[len(prompt) - 1 : -1]
             known = batch["ref_per_token_logps"][i, : len(ids)]
-            assert (known - of(scores, ids))[said].abs().max() < ROUNDING
+            assert (known - seeing.of(scores, ids))[said].abs().max() < ROUNDING
             scores[:, trainer.model.config.image_token_id] = -torch.inf  # TRL never samples it
-            assert (drawn - of(scores, ids))[said].abs().max() < ROUNDING
+            assert (drawn - seeing.of(scores, ids))[said].abs().max() < ROUNDING
     assert sum(map(bool, made.tool_images)) > 1
     assert any(row and mask[-1] for row, mask in zip(made.tool_images, made.tool_mask, strict=True))
 
@@ -128,5 +103,5 @@ def test_a_step_is_made_with_images_of_tools(settings, tmp_path):
 
 def test_cut_completions_that_hold_images_are_not_hidden_from_the_model(tmp_path):
     trainer = build("idefics3", tmp_path, dtype=torch.float32, mask_truncated_completions=True)
-    with pytest.raises(ConfigError, match="mask_truncated_completions=True: a tool returned an image"):
+    with pytest.raises(ConfigError, match="mask_truncated_completions=True: a tool or an environment"):
         trainer.train()

@@ -23,7 +23,6 @@ from grpo_ext.child_processes import kill_group
 from grpo_ext.config.adapters import is_adapter
 from grpo_ext.config.engine_options import given_options
 from grpo_ext.config.launch import planned_processes
-from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.truncation import scores_over_support
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.recipe.launching import launch_of
@@ -32,13 +31,12 @@ from grpo_ext.recipe.model_checks import inspect_policy
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.rollout.vllm.gloo import BACKEND
+from grpo_ext.rollout.vllm.plugin import whole_prompts
 from grpo_ext.rollout.vllm.requester import most_logprobs
 from grpo_ext.rollout.vllm.server import PROBE, ServerFacts
 from grpo_ext.warden import die_with_parent
 
 STOP_SECONDS = 20.0
-MANY_TOKENS = 16384
-"""Tokens of a step of vLLM on a CPU, so that no prompt is cut over two: it then fails where requests have seeds."""
 
 
 def server_url(recipe: Recipe) -> str:
@@ -120,8 +118,9 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
         "--revision": recipe.model.model_revision,
         "--seed": c.seed,
     }
-    if on_cpu(recipe) and samples_by_server(c) and "max_num_batched_tokens" not in given_options(c):
-        flags["--max-num-batched-tokens"] = MANY_TOKENS
+    options = given_options(c)
+    if on_cpu(recipe):
+        options = {**whole_prompts(sequence_length(recipe), options), **options}
     switches = {"--enforce-eager": on_cpu(recipe), "--enable-lora": slots, "--trust-remote-code": c.trust_remote_code}
     switches["--enable-return-routed-experts"] = c.replay_routes
     switches["--enable-scale-out"] = is_vllm_available("0.30.0")  # takes images beside tokens
@@ -129,7 +128,7 @@ def command(recipe: Recipe, host: str, port: int, extra: Sequence[str] = ()) -> 
     for name, value in flags.items():
         line += [name, str(value)] if value is not None else []
     line += [name for name, on in switches.items() if on]
-    return [*line, *_flags(given_options(c)), *extra]
+    return [*line, *_flags(options), *extra]
 
 
 def _flags(options: Mapping[str, Any]) -> Iterator[str]:

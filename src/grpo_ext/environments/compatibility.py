@@ -10,20 +10,17 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.setting import ENVIRONMENTS
 from grpo_ext.config.settings import row_of
+from grpo_ext.data.messages import in_parts
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.hosts import most_episodes
-from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, RESET, TEXT_ONLY_CURE, has_tools, medium
+from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, PARTS_CURE, RESET, has_tools, medium
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from grpo_ext.environments.tools import schemas
 from grpo_ext.errors import ABSENT, Problem
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.registry import did_you_mean
-
-TEXT_ONLY = "environments carry text only, and the model would not see images"
-
 
 _FEWEST = 8
 """Episodes at once, below which a run is refused: each takes descriptors."""
@@ -63,13 +60,11 @@ def dataset_problems(specs: Sequence[EnvironmentSpec], dataset: Dataset | Iterab
     row_columns = [column for column in columns if len(specs) == 1 or column != ENVIRONMENT_COLUMN]
     for spec in specs:
         yield from _reset_problems(spec, row_columns)
-    for column in columns_of_images(list(columns))[:1]:
-        yield Problem(f"column {column!r}", ABSENT, TEXT_ONLY, TEXT_ONLY_CURE)
     yield from _prompt_problems(dataset)
 
 
 def _prompt_problems(dataset: object) -> Iterator[Problem]:
-    """Yield the problem of a first prompt that is text, or has images."""
+    """Yield the problem of a first prompt that is text, or has other parts than text and images."""
     if not (isinstance(dataset, Dataset) and len(dataset) and "prompt" in dataset.column_names):
         return
     prompt = dataset.select_columns(["prompt"])[0]["prompt"]
@@ -79,7 +74,8 @@ def _prompt_problems(dataset: object) -> Iterator[Problem]:
         return
     kinds = [medium(message.get("content")) for message in prompt] if isinstance(prompt, list) else []
     if kind := next(filter(None, kinds), None):
-        yield Problem("prompt", ABSENT, f"the first has content of type {kind!r}; {TEXT_ONLY}", TEXT_ONLY_CURE)
+        reason = f"the first has content of type {kind!r}, and environments carry text and images"
+        yield Problem("prompt", ABSENT, reason, PARTS_CURE)
 
 
 def _mixture_problems(
@@ -140,11 +136,14 @@ def policy_problems(
     for spec in specs:
         if spec.uses_tools:
             continue
-        try:
-            Renderer(tokenizer, options).opening(messages, schemas(spec.target, spec.functions))
-        except CannotRender as error:
-            place, cure = f"environment {spec.name!r}", "Name a model whose template does."
-            yield Problem(place, ABSENT, str(error), cure)
+        failures = []
+        for form in (messages, [*map(in_parts, messages)]):  # which processors get
+            try:
+                Renderer(tokenizer, options).opening(form, schemas(spec.target, spec.functions))
+            except CannotRender as error:
+                failures.append(str(error))
+        if len(failures) == 2:
+            yield Problem(f"environment {spec.name!r}", ABSENT, failures[0], "Name a model whose template does.")
 
 
 def reader_of(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -15,7 +15,14 @@ from grpo_ext.child_processes import describe_exit, free_descriptors
 from grpo_ext.environments.composition import EnvironmentSpec, functions_of
 from grpo_ext.environments.endpoint.server import Endpoint
 from grpo_ext.environments.fork_server import ForkServer, import_request
-from grpo_ext.environments.session import EnvironmentFailed, FailureKind, Session, SessionRequest, serve_session
+from grpo_ext.environments.session import (
+    EnvironmentFailed,
+    FailureKind,
+    Session,
+    SessionRequest,
+    encoded,
+    serve_session,
+)
 from grpo_ext.errors import redacted_text, secret_variables
 from grpo_ext.frames import FrameError, FrameStream, parsed_json, pickled, wait
 
@@ -70,7 +77,7 @@ class Connection:
         """Begin to send a request, to be answered in `seconds`. Return the answer if it is immediate."""
         self.asked_at, self.seconds, self.extended_until = time.monotonic(), seconds, 0.0
         if self.session is not None:
-            value = self.session.answer(request)
+            value = parsed_json(encoded(self.session.answer(request)))
             failure = ": ".join(value["failed"]) if "failed" in value else None
             return Answer(value, failure, time.monotonic() - self.asked_at)
         self.stream.sent_at = self.asked_at

@@ -7,17 +7,20 @@ deadline, or over, and a failure concerns one episode only. An agent is an envir
 asks for turns itself while it computes; its clock stops while it waits for an answer.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from grpo_ext.data.messages import described, images_in
 from grpo_ext.environments.agents import Agents
 from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.environments.episode import Call, Episode, EpisodeFigures, EpisodeLimits, MessageParser, Task
 from grpo_ext.environments.hosts import Answer, Connection, EnvironmentHost, answers, most_episodes
 from grpo_ext.environments.observations import final_reward, opened, stepped
+from grpo_ext.environments.protocol import Message
 from grpo_ext.environments.rendering import CannotRender, Context, Renderer
 from grpo_ext.environments.session import EnvironmentFailed, FailureKind, InvalidResult
 from grpo_ext.errors import without_secrets
@@ -204,6 +207,8 @@ class EpisodeLoop:
             return
         seen = [*episode.context.ids, *turn.sampled]
         if step.afresh:
+            if episode.context.images or images_in(news):
+                raise CannotRender("a conversation with images cannot begin afresh: it is trained as one row")
             episode.context, episode.history = self.renderer.opening(news, episode.task.tools), news
         else:
             episode.context, message = self.renderer.following(
@@ -236,7 +241,7 @@ class EpisodeLoop:
         """Begin all turns that episodes are ready for, in order of the episodes."""
         open_calls = (call for call in self._ready if call.episode.number not in self._done)
         wave, self._ready = self.agents.limited(sorted(open_calls, key=lambda call: call.episode.number))
-        turns = [TurnRequest(call.context.ids, call.limit, call.episode.number) for call in wave]
+        turns = [TurnRequest(call.context.ids, call.limit, call.episode.number, call.context.images) for call in wave]
         self._sampling |= dict(zip(turns, wave, strict=True))
         for turn, sample in self.engine.generate(turns):
             call = self._sampling.pop(turn)
@@ -246,8 +251,9 @@ class EpisodeLoop:
                 self.agents.answer(call, sample, self.engine.version)
 
     def _sampled(self, episode: Episode, sample: Sample) -> None:
-        turn = Turn(episode.context.ids, sample.ids, sample.logprobs, self.engine.version, support=sample.support)
-        episode.turns.append(replace(turn, state=repr(episode.observation)))
+        context, state = episode.context, _state(episode.observation)
+        drawn = sample.ids, sample.logprobs, self.engine.version
+        episode.turns.append(Turn(context.ids, *drawn, state=state, support=sample.support, images=context.images))
         episode.figures.turns += 1
         episode.spent += len(sample.ids)
         episode.parsed = self.parse(sample.ids, episode.context.ids, episode.task.tools)
@@ -295,7 +301,7 @@ class EpisodeLoop:
             episode.connection.close()
         self.agents.end(episode)
         context = episode.context if episode.context.ids else self._prompt(episode)
-        turns = episode.turns or [Turn(context.ids, [], None, self.engine.version)]
+        turns = episode.turns or [Turn(context.ids, [], None, self.engine.version, images=context.images)]
         name = episode.task.spec.name
         messages = episode.messages or [{"role": "assistant", "content": ""}]
         seen = (name, messages, episode.opening, episode.branches, output, episode.status)
@@ -303,3 +309,9 @@ class EpisodeLoop:
         self._done[episode.number] = trajectory, episode.figures
         self._open -= 1
         self._admit()
+
+
+def _state(observation: list[Message]) -> str:
+    """Return what tells an environment's messages from others: of images their bytes, not their place in memory."""
+    images = [hashlib.sha256(image.tobytes()).hexdigest() for image in images_in(observation)]
+    return repr((described(observation), images) if images else observation)

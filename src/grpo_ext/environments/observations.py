@@ -1,10 +1,14 @@
 """Check an environment's answers in the training process; the environment may have sent anything."""
 
+import base64
+import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from grpo_ext.environments.protocol import Message, is_parts, parts_text
-from grpo_ext.environments.session import InvalidResult, require_text
+from PIL import Image
+
+from grpo_ext.environments.protocol import IMAGE, PARTS_CURE, Message, is_parts, is_text, parts_text
+from grpo_ext.environments.session import PNG, InvalidResult, require_known
 from grpo_ext.rewards.workers.worker import safe_repr
 
 LONGEST = 2**20
@@ -30,19 +34,20 @@ def opened(
     """Return the conversation that an episode begins with; text is appended to the prompt's last message, as in TRL.
 
     Raises:
-        InvalidResult: the answer is neither text nor messages, or there are images.
+        InvalidResult: the answer is neither text nor messages.
     """
-    opening = _as_text(answer.get("opening"))
-    if opening is None or isinstance(opening, str):
+    opening = _content(_with_part(answer.get("opening")))
+    if opening is None or isinstance(opening, str) or is_parts(opening):
         for message in prompt:
-            require_text(message.get("content"), "the prompt has")
+            require_known(message.get("content"), "the prompt has")
     if opening is None:
         return list(prompt)
-    if isinstance(opening, str):
+    if isinstance(opening, str) or is_parts(opening):
         [addition] = harmless([{"content": opening}])
         before, added = prompt[-1].get("content") or "", addition["content"]
-        content = [*before, {"type": "text", "text": added}] if isinstance(before, list) else f"{before}{added}"
-        return [*prompt[:-1], {**prompt[-1], "content": content}]
+        if isinstance(before, str) and isinstance(added, str):
+            return [*prompt[:-1], {**prompt[-1], "content": f"{before}{added}"}]
+        return [*prompt[:-1], {**prompt[-1], "content": [*_as_parts(before), *_as_parts(added)]}]
     messages = _messages(opening)
     if not messages:
         raise InvalidResult("no messages to begin with. Return None to begin with the prompt as it is.")
@@ -80,22 +85,50 @@ def final_reward(answer: Mapping[str, object]) -> float | None:
 
 
 def _messages(observation: object) -> list[Message]:
-    messages = _as_text(observation)
-    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    messages = _with_part(observation)
+    if isinstance(messages, str) or is_parts(messages):
+        messages = [{"role": "user", "content": messages}]
     if isinstance(messages, list):
-        messages = [{**m, "content": _as_text(m.get("content"))} if isinstance(m, dict) else m for m in messages]
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in messages
-    ):
+        messages = [{**m, "content": _content(m.get("content"))} if isinstance(m, dict) else m for m in messages]
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
         cure = "Return text, or [{'role': ..., 'content': ...}]."
         raise InvalidResult(f"{safe_repr(messages)} is neither text nor messages. {cure}")
-    if (length := sum(len(message["content"]) for message in messages)) > LONGEST:
+    texts = [part.get("text", "") for message in messages for part in _as_parts(message["content"])]
+    if (length := sum(map(len, texts))) > LONGEST:
         raise InvalidResult(f"an observation of {length} characters; {LONGEST} are the most.")
     return messages
 
 
-def _as_text(content: object) -> object:
-    """Return content parts as their text, any other value unchanged."""
-    require_text(content, "it returned")
-    return parts_text(content) if isinstance(content, list) and is_parts(content) else content
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), str) or is_parts(message.get("content"))
+
+
+def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _with_part(value: object) -> object:
+    """Return an image that came by itself as a list with its part, any other value unchanged."""
+    return [{"type": IMAGE, IMAGE: value}] if isinstance(value, dict) and PNG in value else value
+
+
+def _content(content: Any) -> Any:
+    """Return content parts with their images opened, as text if they are text, any other value unchanged."""
+    require_known(content, "it returned")
+    if not is_parts(content):
+        return content
+    return parts_text(content) if is_text(content) else [_opened(part) for part in content]
+
+
+def _opened(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part with its image, which `session.encoded` has made a PNG."""
+    if part["type"] != IMAGE:
+        return part
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(part[IMAGE][PNG])), formats=["PNG"])
+        image.load()
+    except Exception:  # the environment may have sent anything
+        raise InvalidResult(f"{safe_repr(part)} holds no image. {PARTS_CURE}") from None
+    return {"type": IMAGE, IMAGE: image}

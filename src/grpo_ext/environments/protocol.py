@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, TypeAlias
 from grpo_ext.registry import Registry
 
 Message: TypeAlias = dict[str, Any]
-Opening: TypeAlias = str | list[Message] | None
+Opening: TypeAlias = Any
+"""Text, an image (PIL, or an array of bytes), content parts, messages, or None."""
 environments: Registry[type] = Registry("environment")
 """Environments that a recipe can name; `catalogue` registers the packaged ones."""
 ENVIRONMENT_COLUMN = "environment"
@@ -17,16 +18,18 @@ RESET, REWARD = "reset", "get_reward"
 
 OUTPUTS = ("agent.out", "test.out")
 """Files among an episode's temporary files into which an agent's program and its test print."""
-MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url")
-"""Types of content parts that are not text; environments refuse them."""
-TEXT_ONLY_CURE = "Use text only."
+IMAGE = "image"
+"""Type of a content part with an image, a PIL image or an array of bytes."""
+MEDIA = ("image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url")
+"""Types of content parts that environments refuse."""
+PARTS_CURE = "Use text, and images as {'type': 'image', 'image': ...}."
 
 
 class Step(NamedTuple):
     """An environment's answer to a message of the model."""
 
-    observation: str | list[Message] | None = None
-    """The model's next input: messages, or text, which becomes a user message."""
+    observation: Any = None
+    """The model's next input: messages, or text, an image or content parts, which become a user message."""
     reward: float | None = None
     """Reward of this turn."""
     done: bool = False
@@ -48,7 +51,7 @@ class Conversation:
     """Seed of the prompt, so that all its completions play the same game; set before `reset`."""
 
     def reset(self, row: Mapping[str, Any]) -> Opening | Awaitable[Opening]:
-        """Begin with a row of the dataset; return text to append to the prompt, or messages to replace it."""
+        """Begin with a row; return text, an image or parts to append to the prompt, or messages to replace it."""
         return None
 
     def step(self, message: Message) -> Step | tuple | Awaitable[Step | tuple]:
@@ -117,12 +120,17 @@ def is_parts(content: object) -> bool:
 def _is_part(part: object) -> bool:
     if not isinstance(part, dict):
         return False
-    return part.get("type") in MEDIA or (part.get("type") == "text" and isinstance(part.get("text"), str))
+    return part.get("type") in (IMAGE, *MEDIA) or (part.get("type") == "text" and isinstance(part.get("text"), str))
 
 
 def medium(content: Any) -> str | None:
-    """Return the type of the first part that is not text; None if there is no such part, or no part at all."""
-    return next((part["type"] for part in content if part["type"] != "text"), None) if is_parts(content) else None
+    """Return the type of the first content part that is neither text nor an image; None if there is none."""
+    return next((part["type"] for part in content if part["type"] in MEDIA), None) if is_parts(content) else None
+
+
+def is_text(content: Any) -> bool:
+    """Return whether a value is a list of content parts of text."""
+    return is_parts(content) and all(part["type"] == "text" for part in content)
 
 
 def parts_text(parts: list[dict[str, Any]]) -> str:

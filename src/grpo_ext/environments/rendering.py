@@ -9,12 +9,13 @@ turns before it. Control tokens come from the template or the sampler only: in o
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from grpo_ext.data.messages import described, images_in, in_parts
 from grpo_ext.environments.protocol import Message
 
 T = TypeVar("T")
@@ -38,29 +39,41 @@ class Context:
 
     ids: list[int]
     text: str
-    """`ids` decoded, with control tokens in texts split by a space."""
+    """`ids` decoded, with control tokens in texts split by a space, and of each image what the template prints."""
+    images: list[Any] = field(default_factory=list)
+    """The images among `ids`, in order."""
 
 
 class Renderer:
-    """Renders conversations by one tokenizer's chat template."""
+    """Renders conversations by one chat template.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
-        self.tokenizer: Any = tokenizer
+    Args:
+        processing: a tokenizer, or the processor of a model that takes images.
+        options: of the template.
+        obstacle: why conversations must not hold images; "" if they may.
+    """
+
+    def __init__(
+        self, processing: PreTrainedTokenizerBase | ProcessorMixin, options: Mapping[str, Any], obstacle: str = ""
+    ) -> None:
+        self.tokenizer: Any = getattr(processing, "tokenizer", processing)
         self.options = dict(options)
-        self._name = tokenizer.name_or_path or "a tokenizer without a name"
-        self._controls = _control_tokens(tokenizer)
+        self._processor: Any = processing if hasattr(processing, "image_processor") else None
+        self._name = self.tokenizer.name_or_path or "a tokenizer without a name"
+        self._obstacle = obstacle if self._processor else f"{self._name} reads text only"
+        self._controls = _control_tokens(self.tokenizer)
         """Ids and texts of control tokens, longer texts first."""
 
     def opening(self, messages: Sequence[Message], tools: list[dict] | None, most: int | None = None) -> Context:
         """Return the first context of a conversation, which may be refused if it has more than `most` tokens.
 
         Raises:
-            CannotRender: the template does not take the messages, or omits one of them.
+            CannotRender: the template does not take the messages, or omits one of them or its images.
             TooLong: it has far more than `most` tokens.
         """
-        text = self._text(messages, tools)
+        text, images = self._text(messages, tools), images_in(messages)
         self._require_rendered([], messages, tools)
-        return Context(self._encoded(text, most), text)
+        return Context(self._encoded(text, most, images), text, images)
 
     def following(
         self,
@@ -97,15 +110,17 @@ class Renderer:
                 failure = error
                 continue
             if text.startswith(before.text + sampled_text):
-                suffix = text[len(before.text) + len(sampled_text) :]
-                return Context(
-                    [*before.ids, *sampled, *self._after(sampled[-1], closing, suffix, most)], text
-                ), message
+                suffix, images = text[len(before.text) + len(sampled_text) :], images_in(news)
+                after = self._after(sampled[-1], closing, suffix, most, images)
+                return Context([*before.ids, *sampled, *after], text, [*before.images, *images]), message
             rewritten.append((text, message))
         if not rewritten:
             assert failure is not None
             raise failure
         text, message = rewritten[-1 if parsed.get("tool_calls") else 0]
+        if before.images or images_in(news):
+            reason = "rewrites earlier messages, and a conversation with images is trained as one row"
+            raise CannotRender(f"the chat template of {self._name} {reason}")
         return Context(self._encoded(text, most), text), message
 
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
@@ -139,27 +154,35 @@ class Renderer:
         return "".join(text if control else self._split(text) for control, text in runs)
 
     def _require_rendered(self, before: Sequence[Message], news: Sequence[Message], tools: list[dict] | None) -> None:
-        """Raise CannotRender unless the template renders the text of every message of `news` after `before`.
+        """Raise CannotRender unless the template renders the texts and images of every message of `news`.
 
         Marks stand in for the texts: a template may trim or escape a text, but not a mark, and no mark is there by
-        chance. Messages without text cannot lose any.
+        chance. Messages without text cannot lose any. An image is rendered if the text is another without it.
         """
-        marks = {number: f"observation{number}mark7c1f" for number, message in enumerate(news) if _has_text(message)}
-        marked = [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(news)]
-        text = self._text([*before, *marked], tools) if marks else ""
+        marks: dict[str, Message] = {}
+        marked = [message if message.get("tool_calls") else _marked(message, marks) for message in news]
+        text = self._text([*before, *marked], tools) if marks or images_in(news) else ""
         rendered = set(re.findall(r"observation\d+mark7c1f", text))
-        for number, mark in marks.items():
-            if mark not in rendered:
-                lost = news[number]
-                raise CannotRender(
-                    f"the chat template of {self._name} leaves out a message of role {lost['role']!r:.80} "
-                    f"({lost['content']!r:.80}), so the model would not read it"
-                )
+        lost = [message for mark, message in marks.items() if mark not in rendered]
+        for number, message in enumerate(news):
+            others = [*marked[:number], _without_images(marked[number]), *marked[number + 1 :]]
+            if images_in([message]) and self._text([*before, *others], tools) == text:
+                lost.append(message)
+        for message in lost:
+            raise CannotRender(
+                f"the chat template of {self._name} leaves out a message of role {message['role']!r:.80} "
+                f"({described([message])[0]['content']!r:.80}), so the model would not read it"
+            )
 
     def _text(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
+        if self._obstacle and images_in(messages):
+            raise CannotRender(f"a message holds an image: {self._obstacle}")
+        templates, messages = self._processor or self.tokenizer, list(messages)
+        if self._processor:  # whose template may take parts only
+            messages = list(map(in_parts, messages))
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, add_generation_prompt=True, tokenize=False, **self.options
+            text: str = templates.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **self.options
             )
         except Exception as error:  # a template may raise anything of its own
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -167,12 +190,15 @@ class Renderer:
             raise CannotRender(reason) from error
         return text
 
-    def _encoded(self, text: str, most: int | None = None) -> list[int]:
+    def _encoded(self, text: str, most: int | None = None, images: list[Any] | None = None) -> list[int]:
         if most is not None and len(text) > 8 * most and self._exceeds(text, 2 * most):
             raise TooLong(f"a text of {len(text):,} characters has more than {most:,} tokens")
         try:
+            if images:
+                [row] = self._processor(text=[text], images=[images], add_special_tokens=False)["input_ids"]
+                return list(row)
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # half a surrogate pair, deep in a message
+        except Exception as error:  # half a surrogate pair, deep in a message; an image with a side of one pixel
             raise CannotRender(f"the tokenizer of {self._name} does not take the text ({error!s:.1000})") from error
         return ids
 
@@ -187,10 +213,10 @@ class Renderer:
                 return True
         return False
 
-    def _after(self, last: int, closing: str, suffix: str, most: int | None) -> list[int]:
+    def _after(self, last: int, closing: str, suffix: str, most: int | None, images: list[Any]) -> list[int]:
         """Return the ids of a text that follows a token; some tokenizers encode the start of a text differently."""
-        ids = self._encoded(closing + suffix, most)
-        return ids[1:] if ids[:1] == [last] else self._encoded(suffix)
+        ids = self._encoded(closing + suffix, most, images)
+        return ids[1:] if ids[:1] == [last] else self._encoded(suffix, images=images)
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, str]]:
@@ -203,7 +229,24 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, str]]
     return sorted((added | named).items(), key=lambda control: -len(control[1]))
 
 
-def _has_text(message: Message) -> bool:
-    """Return whether a template must render the text; it may omit text beside a tool call."""
+def _marked(message: Message, marks: dict[str, Message]) -> Message:
+    """Return a message with a mark for each text that a template must render; `marks` gets its message by each."""
+
+    def marked(text: str) -> str:
+        if not text.strip():
+            return text
+        mark = f"observation{len(marks)}mark7c1f"
+        marks[mark] = message
+        return mark
+
     content = message.get("content")
-    return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")
+    if isinstance(content, list):
+        parts = [{**part, "text": marked(part["text"])} if "text" in part else part for part in content]
+        return {**message, "content": parts}
+    return {**message, "content": marked(content)} if isinstance(content, str) else message
+
+
+def _without_images(message: Message) -> Message:
+    """Return a message with empty texts in the places of its images."""
+    parts = in_parts(message).get("content") or []
+    return {**message, "content": [{"type": "text", "text": part.get("text", "")} for part in parts]}

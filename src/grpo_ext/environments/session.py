@@ -5,7 +5,9 @@ an environment writes is executed by its reader.
 """
 
 import asyncio
+import base64
 import inspect
+import io
 import json
 import os
 import pickle
@@ -16,16 +18,21 @@ from contextlib import closing, suppress
 from enum import StrEnum
 from typing import Any, SupportsFloat, cast
 
+import numpy as np
+from PIL import Image
+
 from grpo_ext.child_processes import traceback_tail
 from grpo_ext.environments.protocol import (
+    IMAGE,
+    PARTS_CURE,
     REWARD,
-    TEXT_ONLY_CURE,
     Agent,
     AgentTask,
     Conversation,
     Message,
     Step,
     is_parts,
+    is_text,
     medium,
     parts_text,
 )
@@ -33,6 +40,10 @@ from grpo_ext.environments.tools import methods_of
 from grpo_ext.frames import frame, read_frame
 from grpo_ext.rewards.workers.worker import safe_repr
 
+PNG = "png"
+"""Key of an image on its way."""
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Modes that PNG keeps as they are."""
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]{4,}")
 """How Python shows an object that has no text of its own; the number differs from run to run."""
 
@@ -132,7 +143,7 @@ class Session:
             result, succeeded = self._awaited(self._tools[name](**arguments)), True
         except Exception as error:
             result, succeeded = {"error": _ADDRESS.sub("", str(error))}, False
-        return {"role": "tool", "name": name, "content": _text(result, f"tool {name!r}")}, succeeded
+        return {"role": "tool", "name": name, "content": _content(result, f"tool {name!r}")}, succeeded
 
     def _finish(self) -> dict[str, Any]:
         score = getattr(self._environment, REWARD, None)
@@ -166,33 +177,43 @@ def serve_session(channel: socket.socket, session: Session) -> None:
 def encoded(answer: Mapping[str, object]) -> bytes:
     """Return the answer as JSON, or a failure where JSON cannot hold it."""
     try:
-        return json.dumps(answer, default=_number, skipkeys=True).encode()
+        return json.dumps(answer, default=_plain, skipkeys=True).encode()
     except Exception as error:  # a value's own methods may raise anything
         return json.dumps({"failed": [FailureKind.GARBAGE, f"its result cannot be sent: {error}"]}).encode()
 
 
-def _number(value: SupportsFloat | object) -> float:
-    """Return a number of NumPy or torch as a float."""
+def _plain(value: SupportsFloat | object) -> float | dict[str, str]:
+    """Return a number of NumPy or torch as a float, and an image as PNG in base64."""
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim > 1:
+        value = Image.fromarray(value)
+    if isinstance(value, Image.Image):
+        image, file = value if value.mode in _PNG_MODES else value.convert("RGB"), io.BytesIO()
+        image.save(file, "PNG")
+        return {PNG: base64.b64encode(file.getvalue()).decode()}
     if isinstance(value, SupportsFloat):
         return float(value)
     cure = "Return text, or [{'role': ..., 'content': ...}], and a number as reward."
     raise TypeError(f"{safe_repr(value)} is neither text nor a number. {cure}")
 
 
-def require_text(content: object, who: str) -> None:
-    """Refuse content with a part that is not text; `who` begins the message.
+def require_known(content: object, who: str) -> None:
+    """Refuse content with a part that is neither text nor an image; `who` begins the message.
 
     Raises:
         InvalidResult: there is one.
     """
     if (kind := medium(content)) is not None:
-        raise InvalidResult(f"{who} content of type {kind!r}, and environments carry text only. {TEXT_ONLY_CURE}")
+        raise InvalidResult(f"{who} content of type {kind!r}, and environments carry text and images. {PARTS_CURE}")
 
 
-def _text(result: object, who: str) -> str:
-    """Return a tool's result as the text that the model reads."""
-    require_text(result, f"{who} returned")
-    text = parts_text(cast(list[dict[str, Any]], result)) if is_parts(result) else str(result)
+def _content(result: object, who: str) -> str | list[dict[str, Any]]:
+    """Return a tool's result as the content of a message, text or parts with an image."""
+    require_known(result, f"{who} returned")
+    if isinstance(result, Image.Image):
+        return [{"type": IMAGE, IMAGE: result}]
+    if is_parts(result) and not is_text(result):
+        return cast(list[dict[str, Any]], result)
+    text = parts_text(cast(list[dict[str, Any]], result)) if is_text(result) else str(result)
     if _shows_address(result):
         raise InvalidResult(
             f"{who} returned {text:.200}, which shows an address in memory that differs from run to run. Return text, "

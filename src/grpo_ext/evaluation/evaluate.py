@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.data.eval_sets import EvalSet
+from grpo_ext.data.messages import described
 from grpo_ext.data.rows import Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import RewardError, SamplerLost, without_secrets
@@ -125,7 +126,7 @@ def _sample(
         {
             **prompts[j],
             "index": places[j // chosen.samples],
-            "completion": completions[j],
+            "completion": described(completions[j]),
             "tokens": len(ids[j]) if tool_mask is None else sum(tool_mask[j]),
             "truncated": ids[j][-1] not in ends,
         }

@@ -5,40 +5,16 @@ from typing import Any
 
 import torch
 
+from grpo_ext.data.messages import described, images_in
 from grpo_ext.errors import ABSENT, DataError, Problem
+from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.packing.images import OF_TOKENS, RowImages, joined_fields, no_images, row_images
+from grpo_ext.rollout.rollout_batch import Generated
 
 Tokenized = tuple[list[list[int]], list[Any] | None, dict[str, Any]]
 """The result of TRL's `_tokenize_prompts`: ids, images and further tensors of the prompts."""
 Alone = Callable[[Any, int | None], Tokenized]
 """Tokenizes one prompt as TRL does, with the tools of the row of this number, or with none."""
-
-
-def images_in(prompt: object) -> list[Any]:
-    """Return the images in the content parts of a conversation."""
-    messages = prompt if isinstance(prompt, list) else []
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return [part.get("image") for part in parts if isinstance(part, dict) and part.get("type") == "image"]
-
-
-def described(prompt: Any) -> Any:
-    """Return a conversation with the size of each image, as text, in its place."""
-    if not images_in(prompt):
-        return prompt
-    return [
-        {**message, "content": [_shown(part) for part in message["content"]]}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in prompt
-    ]
-
-
-def _shown(part: dict[str, Any]) -> dict[str, Any]:
-    size = getattr(part.get("image"), "size", None)
-    if part.get("type") != "image" or size is None:
-        return part
-    return {"type": "text", "text": f"[image {size[0]}x{size[1]}]"}
 
 
 def each_alone(stock: Alone, prompts: list) -> tuple[Tokenized, list[RowImages]]:
@@ -73,6 +49,15 @@ def fields_of(ids: Sequence[Sequence[int]], rows: Sequence[RowImages]) -> dict[s
         both = zip(ids, rows, strict=True)
         found[name] = [row[name].tolist() if name in row else [0] * len(tokens) for tokens, row in both]
     return found
+
+
+def with_images_of(trajectories: Sequence[Trajectory], generated: Generated) -> Generated:
+    """Return rollouts with the images of their trajectories, and those that environments have added to the prompt."""
+    images = [one.turns[-1].images for one in trajectories]
+    if not any(images):
+        return generated
+    added = [of[len(images_in(one.opening)) :] for of, one in zip(images, trajectories, strict=True)]
+    return generated._replace(images=[of or None for of in images], tool_images=added)
 
 
 def images_of_row(stock: Alone, ids: Sequence[int], images: Sequence[Any] | None) -> RowImages:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -20,7 +20,9 @@ from grpo_ext.waiting import SIGNALLED
 if TYPE_CHECKING:
     from grpo_ext.rollout.vllm.generation import Generation
 
-Waves: TypeAlias = Callable[[list[list[int]], list[int], Sequence[np.random.Generator]], list[Sampled]]
+Images: TypeAlias = list[list[Any] | None] | None
+"""Of each context, or None where no context has any."""
+Waves: TypeAlias = Callable[[list[list[int]], list[int], Sequence[np.random.Generator], Images], list[Sampled]]
 """Samples a completion after each context, of at most so many tokens, each by its own stream of random numbers."""
 
 
@@ -53,7 +55,8 @@ class WaveEngine:
         if not (turns or self._collective):
             return []
         streams = [self._streams[turn.episode] for turn in turns]
-        sampled = self._sample([turn.context for turn in turns], [turn.limit for turn in turns], streams)
+        images = [turn.images or None for turn in turns] if any(turn.images for turn in turns) else None
+        sampled = self._sample([turn.context for turn in turns], [turn.limit for turn in turns], streams, images)
         return [(turn, Sample(one.ids, one.logps, one.support)) for turn, one in zip(turns, sampled, strict=True)]
 
     def anyone(self, here: bool, leaves: bool) -> bool:
@@ -102,7 +105,7 @@ class ServerEngine:
         """Send a request for each turn; return the turns that have come back."""
         for turn in turns:
             seed = seed_of(self._streams[turn.episode])
-            self._send(turn, Request([turn.context], turn.limit, seed, model=self._server.adapter))
+            self._send(turn, Request([turn.context], turn.limit, seed, 1, self._server.adapter, turn.images))
         done = [future for future in self._sent if future.done()]
         with suppress(BlockingIOError):  # a request may be done a moment before its byte is in the pipe
             os.read(self._pipe_read, max(1, len(done)))

@@ -8,6 +8,7 @@ from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +19,12 @@ from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.objective.trajectory import COLUMN, Turn, batch
 from grpo_ext.rewards.outcomes import Scores
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-from grpo_ext.rollout.images import Alone, Tokenized, each_alone, fields_of
+from grpo_ext.rollout.images import Alone, Tokenized, each_alone, fields_of, with_images_of
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 from grpo_ext.rollout.samplers import PolicySampler, Sampled, Sampler, failing_together
 from grpo_ext.rollout.seeds import AttemptId
 from grpo_ext.rollout.trajectories import completions_seen, fill_empty, known_everywhere, supports_of, turns_of_row
-from grpo_ext.rollout.turn_engines import ServerEngine, WaveEngine
+from grpo_ext.rollout.turn_engines import Images, ServerEngine, WaveEngine
 from grpo_ext.trainer.ahead import RolloutsAhead
 from grpo_ext.trainer.callbacks import StepTimes
 from grpo_ext.trainer.in_flight import InFlight
@@ -136,6 +137,7 @@ class Collector:
         self.log.add_all(self.episode_runner.figures(records, warns=self.hooks.accelerator.is_main_process))
         if self.log.is_training():
             self.episode_runner.note_losses(records)
+        generated = with_images_of(completed.trajectories, generated)
         if not known_everywhere(completed.trajectories):
             return generated
         lists = batch(completed.trajectories, self.worker.ends, logprobs=True)
@@ -168,9 +170,7 @@ class Collector:
 
         Arguments and result are those of TRL's `_generate_single_turn`; `fields` may be left out for images.
         """
-        if any(images or ()) and not fields and not self.hooks.args.use_vllm:
-            rows = zip(contexts, images or (), strict=True)
-            fields = fields_of(contexts, [self.hooks.row_images(*row) for row in rows])
+        fields = fields or self._fields(contexts, images)
         rollouts = self._current or RolloutBatch([])
         if (generated := rollouts.generated) is not None:  # ahead of training
             return [list(ids) for ids in generated.completion_ids], generated.logprobs
@@ -180,6 +180,13 @@ class Collector:
             rollouts.turns.append(Turn(context, ids, support=support))
         return completion_ids, logprobs
 
+    def _fields(self, contexts: list[list[int]], images: Sequence[Any] | None) -> dict[str, Any]:
+        """Return the inputs that transformers reads beside the tokens of rows with images."""
+        if not any(images or ()) or self.hooks.args.use_vllm:
+            return {}
+        rows = zip(contexts, images or (), strict=True)
+        return fields_of(contexts, [self.hooks.row_images(*row) for row in rows])
+
     def add_supports(self, generated: Generated) -> None:
         """Note the sampling supports of the completions that TRL's loop has made of the turns."""
         rollouts = self._current
@@ -188,17 +195,18 @@ class Collector:
             rollouts.supports = supports_of([turns_of_row(*row, rollouts.turns) for row in rows])
 
     def add_images(self, generated: Generated) -> None:
-        """Note the images of rows to which TRL's loop has added those that tools returned.
+        """Note the images of rows to which tools or environments have added some.
 
         Raises:
             ConfigError: cut completions are left out of the attention, so that their images have no place.
         """
-        if self._current is None or not any(generated.tool_images):
+        if self._current is None or not any(
+            (generated.images if self.episode_runner else generated.tool_images) or ()
+        ):
             return
-        if self.hooks.args.mask_truncated_completions:
-            reason = (
-                "a tool returned an image, and completions that are cut short are hidden from the model with theirs"
-            )
+        if self.hooks.args.mask_truncated_completions and any(generated.tool_images):
+            reason = "a tool or an environment returned an image, and completions that are cut short are hidden"
+            reason += " from the model with theirs"
             raise ConfigError([Problem("mask_truncated_completions", True, reason, "Unset it, or return text.")])
         rows = zip(generated.prompt_ids, generated.completion_ids, generated.images or (), strict=True)
         self._current.images = [self.hooks.row_images(prompt + ids, images) for prompt, ids, images in rows]
@@ -235,7 +243,13 @@ class Collector:
         if not in_turn and args.use_vllm and args.vllm_mode == "server" and not policy.collective:
             return ServerEngine(cast(Any, policy), request.step, attempts)
         waits = in_turn or policy.collective or not policy.takes_streams
-        return WaveEngine(policy.sample, request.step, attempts, waits=waits, collective=policy.collective)
+        return WaveEngine(self._wave, request.step, attempts, waits=waits, collective=policy.collective)
+
+    def _wave(
+        self, contexts: list[list[int]], limits: list[int], streams: Sequence[np.random.Generator], images: Images
+    ) -> list[Sampled]:
+        fields = self._fields(contexts, images)
+        return self.policy.sample(contexts, limits, streams, fields=fields, images=images)
 
     def _published(self, sampler: Sampler) -> int:
         """Return the version that samples now: the generation's, or the present weights, published if they are new."""

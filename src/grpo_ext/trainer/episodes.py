@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.data.messages import without_gaps
+from grpo_ext.data.images import with_images
 from grpo_ext.environments.compatibility import reader_of
 from grpo_ext.environments.composition import EnvironmentSpec, any_pays
 from grpo_ext.environments.engine import TurnEngine
@@ -123,7 +123,7 @@ class EpisodeRunner:
         spec = self.specs[row[ENVIRONMENT_COLUMN]] if several else next(iter(self.specs.values()))
         left_out = (TRAJECTORY, ENVIRONMENT_COLUMN) if several else (TRAJECTORY,)
         columns = {name: value for name, value in row.items() if name not in left_out}
-        return Task(spec, columns, without_gaps(row["prompt"]), self._tools[spec.name], seed)
+        return Task(spec, columns, with_images(row), self._tools[spec.name], seed)
 
     def _parsed(self, ids: list[int], context: list[int], tools: list[dict] | None) -> Message:
         if tools and self._reader is not None:
@@ -213,7 +213,7 @@ class EpisodeRunner:
             first = str(records[0].failure).rstrip(".")
             raise EpisodesFailed(
                 f"every episode of {PATIENCE} generations in a row has failed, so that nothing was learned. The first "
-                f"of the last one: {first}. Repair it (`grpo-ext try` plays it by hand), and run the same command to "
+                f"of the last one: {first}. Repair it, and run the same command to "
                 "resume from the last checkpoint; `on_error: 0` pays failures in place of leaving them out."
             )
 

@@ -20,6 +20,7 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.models import model_problems
 from grpo_ext.config.precision import precision
 from grpo_ext.config.truncation import adapter_problems, scores_over_support
+from grpo_ext.data.messages import described
 from grpo_ext.data.python_data import python_data
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError
@@ -27,7 +28,6 @@ from grpo_ext.objective.ratios import masked, widest
 from grpo_ext.packing.micro_batches import active_mask
 from grpo_ext.packing.obstacles import adds_tokens, causal_lm
 from grpo_ext.packing.routes import ROUTES
-from grpo_ext.rollout.images import described
 from grpo_ext.rollout.malloc_trim import give_back
 from grpo_ext.rollout.rollout_batch import RolloutBatch
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
@@ -225,9 +225,9 @@ class GRPOExtTrainer(LossHooks):
             assert policy is not None
             batch |= self._correction(batch, policy, mode)
         played = self.episode_runner is not None and self.log_completions
-        prompts = [t.opening for t in rollouts.trajectories] if played else map(described, rollouts.prompts)
+        prompts = [t.opening for t in rollouts.trajectories] if played else rollouts.prompts
         advantages, names = credited.by_completion().tolist(), self.reward_func_names
-        self._log.add_completions(rollouts, prompts, advantages, names, images=self.log_multimodal)
+        self._log.add_completions(rollouts, map(described, prompts), advantages, names, images=self.log_multimodal)
         self._log.add_figures_of_rewards()
         if self.accelerator.device.type == "cpu":
             give_back()

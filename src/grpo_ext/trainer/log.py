@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import TrainerState
 
+from grpo_ext.data.messages import described
 from grpo_ext.errors import without_secrets
-from grpo_ext.rollout.images import described
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 
 

@@ -15,16 +15,18 @@ from transformers import Trainer
 from trl.data_utils import apply_chat_template, is_conversational
 from trl.extras.profiling import profiling_context
 
+from grpo_ext.config.images import image_problems
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.chat_template import template_opens
 from grpo_ext.data.images import with_images
+from grpo_ext.data.messages import images_in
 from grpo_ext.environments.episode import EpisodeLimits
 from grpo_ext.packing.images import RowImages
 from grpo_ext.packing.scorer import Scorer
 from grpo_ext.rollout.dynamic_sampling import DynamicSampler
-from grpo_ext.rollout.images import Tokenized, images_in, images_of_row
+from grpo_ext.rollout.images import Tokenized, images_of_row
 from grpo_ext.rollout.process.policy import process_sampler
 from grpo_ext.rollout.rollout_batch import Generated
 from grpo_ext.rollout.samplers import Sampler
@@ -92,6 +94,7 @@ class RolloutHooks(Lifecycle):
             limits=limits,
             episode_runner=self.episode_runner,
             options=self.chat_template_kwargs,
+            image_obstacle="; ".join(map(str, image_problems(args, ["images"]))),
             loop=getattr(self, "async_loop", None),
             waiting=partial(self._times.during, "environments"),
             timed=partial(profiling_context, self),
@@ -175,10 +178,10 @@ class RolloutHooks(Lifecycle):
                 needed = self._sampler_corrected or (self.use_vllm and self.args.old_logps != "recomputed")
                 generated = usable(Generated(*super()._generate(prompts)), needs_logprobs=needed)
                 self.collector.add_supports(generated)
-                self.collector.add_images(generated)
             else:
                 group = self.num_generations if self.model.training else self.num_generations_eval
                 generated = self.collector.completed(prompts, group)
+            self.collector.add_images(generated)
         ends = self.collector.worker.ends
         if not by_trl:
             self._log.add_lengths(generated, ends, self.state)

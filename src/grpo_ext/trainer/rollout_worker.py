@@ -169,6 +169,7 @@ class RolloutWorker:
         limits: of an episode, and the tokens that end a turn.
         episode_runner: environments, if there are any.
         options: `chat_template_kwargs`.
+        image_obstacle: why conversations with environments must not hold images; "" if they may.
         loop: TRL's event loop, where a reward is async.
         waiting: entered while environments answer.
         timed: entered around the call of each reward function, with its name.
@@ -180,6 +181,7 @@ class RolloutWorker:
     limits: EpisodeLimits
     episode_runner: EpisodeRunner | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    image_obstacle: str = ""
     loop: AbstractEventLoop | None = None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     timed: Callable[[str], AbstractContextManager[None]] = _untimed
@@ -235,7 +237,7 @@ class RolloutWorker:
         return RolloutBatch(rows, request.attempts, request.prompts, generated, supports, routes, images=images)
 
     def _played(self, request: RolloutRequest, episode_runner: EpisodeRunner) -> RolloutBatch:
-        renderer = Renderer(self.tokenizer, self.options)
+        renderer = Renderer(self.processing_class, self.options, self.image_obstacle)
         with self.source.turns(request) as engine:
             rows = request.rows, request.attempts
             played = episode_runner.play(*rows, engine, self.limits, renderer, self.waiting)

@@ -133,6 +133,7 @@ def main(output: Path, settings: dict) -> None:
     rows, processor, reward = settings.get("rows") or tiny.prompts(), tiny.tokenizer(), count_a
     if "pictures" in settings:
         rows, processor, reward = seeing.coloured(16), seeing.processor("idefics3"), seeing.named
+        rows = rows.remove_columns("image") if "environments" in settings else rows
         processor.image_seq_len = settings.get("tokens", 1)
         arguments |= {"trust_remote_code": True, "per_device_train_batch_size": 16, "num_generations": 8}
     tools = None

@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from support import seeing
+from support import painters, seeing
 from support.interrupted import without_clocks
 from support.vllm_runs import HEADS, Server, drifts, free_port, steps, train
 
@@ -73,6 +73,29 @@ def test_a_turn_sees_what_a_tool_returned(tmp_path):
     assert min(entry["tools/call_frequency"] for entry in steps(log)) > 0.2
     assert len(drifts(log)) == 3
     assert max(drifts(log)) < ROUNDING
+
+
+def test_it_learns_what_an_environment_shows(mode, tmp_path):
+    """In the second turn; the same letters for all pictures are right for half."""
+    model = seeing.save(tmp_path / "model", ends=20.0, **HEADS, head_dim=32)
+    config = {"max_steps": 30, "learning_rate": 2e-3, "per_device_train_batch_size": 32}
+    config |= {"max_completion_length": 60, "completion_length_counts": "policy"}
+    environments = [{"path": f"{painters.__file__}:Shown", "name": "shown"}]
+    settings = {"model": model, "pictures": True, "environments": environments, **mode, "config": config}
+    log, _, _ = train(tmp_path, **settings)
+    rewards = [entry["reward"] for entry in steps(log)]
+    assert rewards[0] < 0.5
+    assert sum(rewards[-8:]) / 8 > 0.7
+    assert max(entry["environments/shown/failed"] for entry in steps(log)) == 0
+    assert max(drifts(log)) < ROUNDING
+    if mode["mode"] == "server":
+        ahead = {"max_steps": 4, "rollout_ahead": 1, "learning_rate": 1e-7, "save_strategy": "steps", "save_steps": 2}
+        settings["config"], checkpoint = config | ahead, tmp_path / "ahead" / "out" / "checkpoint-2"
+        log, _, _ = train(tmp_path / "ahead", **settings)
+        assert [entry["overlap/age"] for entry in steps(log)] == [0, 1, 1, 1]
+        again, _, _ = train(tmp_path / "resumed", **settings, resume=str(checkpoint))
+        assert again[2]["reward"] == log[2]["reward"]  # sampled before the checkpoint was written
+        assert max(entry["sampling/mismatch"] for entry in [*steps(log), *steps(again)]) < ROUNDING
 
 
 def test_a_processor_that_vllm_has_otherwise_is_refused(sees, mode, tmp_path):

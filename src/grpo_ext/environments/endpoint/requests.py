@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ext.environments.protocol import Message, is_parts, medium, parts_text
+from grpo_ext.environments.protocol import Message, is_text, parts_text
 from grpo_ext.safe_reading import parse_json
 
 
@@ -105,7 +105,7 @@ def text_of(content: object, where: str) -> str:
     if content in (None, []):
         return ""
     content = [_as_text(part) for part in content] if isinstance(content, list) else content
-    if is_parts(content) and medium(content) is None:
+    if is_text(content):
         return parts_text(content)  # type: ignore[arg-type]
     raise Refused(f"{where} has content that is not text. Send text only.", "unsupported_content")
 

@@ -14,7 +14,7 @@ from trl.generation import vllm_generation
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.rollout.vllm.adapter_files import write_adapter
-from grpo_ext.rollout.vllm.plugin import keep_expanded_prompts, keep_weights_in_place
+from grpo_ext.rollout.vllm.plugin import keep_expanded_prompts, keep_weights_in_place, whole_prompts
 from grpo_ext.rollout.vllm.requester import Request
 
 T = TypeVar("T")
@@ -30,18 +30,20 @@ def engine_settings(dtype: str, options: Mapping[str, Any]) -> Iterator[None]:
 
     settings: dict[str, Any] = {"dtype": dtype}
     keep_expanded_prompts()
-    if current_platform.is_cpu():
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM must not bind the trainer's threads
         settings["enforce_eager"] = True
         keep_weights_in_place()
     threads, engine = torch.get_num_threads(), vllm_generation.LLM
+
+    def build(**given: Any) -> Any:
+        whole = whole_prompts(given.get("max_model_len"), options) if on_cpu else {}
+        return engine(**{**given, **whole, **settings, **options})
+
     # TRL would quantize the engine as the policy is, and such an engine takes no weights that are pushed unpacked.
-    with temporarily(
-        vllm_generation,
-        LLM=lambda **given: engine(**given | settings | options),
-        is_bitsandbytes_available=lambda: False,
-    ):
+    with temporarily(vllm_generation, LLM=build, is_bitsandbytes_available=lambda: False):
         yield
     torch.set_num_threads(threads)
 

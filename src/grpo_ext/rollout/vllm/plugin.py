@@ -7,6 +7,9 @@ from typing import Any
 
 from grpo_ext.rollout.vllm.gloo import BACKEND
 
+CPU_TOKENS = 16384
+"""Tokens of a step of vLLM on a CPU."""
+
 
 def register() -> None:
     """Offer the weight-transfer engine `gloo`; let a server that takes weights keep them in place, and prompts."""
@@ -22,6 +25,17 @@ def register() -> None:
         keep_expanded_prompts()
     if takes_weights and (by_file or any(BACKEND in argument for argument in sys.argv)):  # --weight-transfer-config
         keep_weights_in_place()
+
+
+def whole_prompts(longest: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of an engine on a CPU beside `options`: it cuts no prompt of at most `longest` tokens in two.
+
+    It fails where such a prompt has a seed: it takes back what the first part has drawn, which torch cannot on a CPU.
+    """
+    if "max_num_batched_tokens" in options:
+        return {}
+    whole = longest is not None and longest <= CPU_TOKENS
+    return {"max_num_batched_tokens": CPU_TOKENS} | ({"enable_chunked_prefill": False} if whole else {})
 
 
 def keep_weights_in_place() -> None:
