@@ -315,7 +315,15 @@ def sampler_engines_table() -> str:
             shares = (", ".join(f"{run[when]:.3f}" for run in of_it) for when in ("before", "after"))
             first, apart = first or after, [its - theirs for its, theirs in zip(after, first or after, strict=True)]
             cells = (interval(mean_of(apart)._asdict(), "+"), f"{max(drifts):.0e}") if any(drifts) else ("", "")
-            rows.append((code(settings), engine, *shares, interval(mean_of(after)._asdict()), *cells))
+            rows.append(
+                (
+                    code(settings) if ":" in settings else settings,
+                    engine,
+                    *shares,
+                    interval(mean_of(after)._asdict()),
+                    *cells,
+                )
+            )
     heads = ("before", "after", "mean", "less that of transformers, by seed", "largest drift")
     return table(("setting", "engine", *heads), rows)
 

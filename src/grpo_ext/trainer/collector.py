@@ -200,9 +200,8 @@ class Collector:
         Raises:
             ConfigError: cut completions are left out of the attention, so that their images have no place.
         """
-        if self._current is None or not any(
-            (generated.images if self.episode_runner else generated.tool_images) or ()
-        ):
+        added = generated.images if self.episode_runner else generated.tool_images
+        if self._current is None or not any(added or ()):
             return
         if self.hooks.args.mask_truncated_completions and any(generated.tool_images):
             reason = "a tool or an environment returned an image, and completions that are cut short are hidden"
