@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -80,7 +80,10 @@ def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:
             if row.function and isinstance(value, str):
                 yield from _import_problems(name, value, typing.cast(Mapping[str, Any], row.choices))
             else:
-                yield unknown_value(name, value, row.choices, f.default)
+                usual = str(getattr(f.default, "value", f.default))  # whose beginning probably means it
+                hint = did_you_mean(str(value), map(str, row.choices))
+                cure = f"Did you mean {usual!r}?" if usual.startswith(f"{value}_") else hint
+                yield Problem(name, value, "not one of its values", cure)
     if isinstance(config.loss_type, str):
         try:
             find(config.loss_type)
@@ -98,17 +101,6 @@ def _import_problems(name: str, path: str, choices: Mapping[str, Any]) -> Iterat
         inspect.signature(function)
     except (TypeError, ValueError):  # not a function, or one of C without named parameters
         yield Problem(name, path, f"a {type(function).__name__}, not a function with named parameters", "Name one.")
-
-
-def unknown_value(name: str, value: object, choices: Collection[object], default: object = None) -> Problem:
-    """Return the problem of a value that a field does not know; the beginning of its default probably means that."""
-    usual = str(getattr(default, "value", default))
-    cure = f"Did you mean {usual!r}?" if usual.startswith(f"{value}_") else did_you_mean(str(value), map(str, choices))
-    return Problem(name, value, "not one of its values", cure)
-
-
-def _reversed(low: object, high: object) -> bool:
-    return isinstance(low, int | float) and isinstance(high, int | float) and low > high
 
 
 def _reward_weights(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -144,12 +136,6 @@ _RANGES: tuple[Rule, ...] = (
         lambda c: isinstance(c.max_steps, int) and (c.max_steps == 0 or c.max_steps < -1),
         "transformers would train for num_train_epochs instead",
         "Set it to 1 or more, or to -1 to train for num_train_epochs.",
-    ),
-    Conflict(
-        "entropy_coef_min",
-        lambda c: _reversed(c.entropy_coef_min, c.entropy_coef_max),
-        "above entropy_coef_max={c.entropy_coef_max}",
-        "Swap them.",
     ),
 )
 

@@ -85,14 +85,14 @@ def grouped(runs: Sequence[RunFolder]) -> list[Group]:
     for run in runs:
         key = tuple(_value(run, key) for key in differing) if run.record else (str(run.folder),)
         by_settings.setdefault(key, []).append(run)
-    parts = [part for members in by_settings.values() for part in ([members] if _seeded(members) else _each(members))]
+    parts = [
+        part
+        for members in by_settings.values()
+        for part in ([members] if _seeded(members) else [[run] for run in members])
+    ]
     naming = [key for key in differing if "." not in key and key != "model"]
     by_name = len(parts) < len(runs) and 0 < len(naming) <= _NAMING
     return [Group(_name(part, naming) if by_name else _named_by_runs(part), part) for part in parts]
-
-
-def _each(members: Sequence[RunFolder]) -> list[list[RunFolder]]:
-    return [[run] for run in members]
 
 
 def _seeded(members: Sequence[RunFolder]) -> bool:
