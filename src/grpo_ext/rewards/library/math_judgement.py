@@ -136,10 +136,7 @@ def by_value(answers: Iterable[Hashable]) -> dict[Hashable, Hashable]:
     kept: dict[Hashable, MathValue | None] = {}
     for answer in sorted(answers, key=str):
         value = read(str(answer))
-        first[answer] = next(
-            (other for other, twin in kept.items() if value and twin and _alike(twin, value)),
-            answer,
-        )
+        first[answer] = next((other for other, twin in kept.items() if value and twin and _alike(twin, value)), answer)
         kept.setdefault(first[answer], value)
     return first
 
