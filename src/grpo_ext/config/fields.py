@@ -55,19 +55,14 @@ def _type_problems(values: object, part: type, also: Mapping[str, type]) -> Iter
         value, hint = getattr(values, f.name), hints[f.name]
         if isinstance(value, also.get(f.name, ())) or fits(value, hint):
             continue
-        row = row_of(f)
-        if value is False and _has_no(hint):
+        row, enums = row_of(f), (hint, *typing.get_args(hint))
+        if value is False and any("no" in getattr(enum, "_value2member_map_", ()) for enum in enums):
             yield Problem(f.name, value, "YAML reads an unquoted no as false", "Write 'no' in quotes.")
         else:
             default = None if f.default is dataclasses.MISSING else f.default
             names = losses if f.name == "loss_type" else row.choices or ()
             problem = wrong_type(f.name, value, hint, default, names)
             yield dataclasses.replace(problem, cure=row.text) if row.text else problem
-
-
-def _has_no(hint: Any) -> bool:
-    """Return whether 'no' is one of the values of a field's enum."""
-    return any("no" in getattr(part, "_value2member_map_", ()) for part in (hint, *typing.get_args(hint)))
 
 
 def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:

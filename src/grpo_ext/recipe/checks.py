@@ -45,7 +45,11 @@ def part_problems(
     `training` may hold values that are refused already (`config.rules`).
     """
     if model is not None:
-        yield from _model(model)
+        if not model.model_name_or_path:
+            cure = "Set it to a hub id, a folder or 'quickstart'."
+            yield Problem("model_name_or_path", None, "no model to train", cure)
+        yield from adapter_problems(model)
+        yield from outside(model)
         for rule in (_quantized, _loading):
             yield from as_far_as_sound(rule(training, model))
     for rule_of_training in _OF_TRAINING:
@@ -65,14 +69,6 @@ def _quantized(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]
     for name in ("load_in_4bit", "load_in_8bit"):
         if training.use_vllm and getattr(model, name) and splits_weights():
             yield sharded_problem(name, True)
-
-
-def _model(model: ModelConfig) -> Iterator[Problem]:
-    if not model.model_name_or_path:
-        cure = "Set it to a hub id, a folder or 'quickstart'."
-        yield Problem("model_name_or_path", None, "no model to train", cure)
-    yield from adapter_problems(model)
-    yield from outside(model)
 
 
 def ignored_lora(written: Collection[str], model: ModelConfig) -> Iterator[Problem]:
