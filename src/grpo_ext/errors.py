@@ -167,6 +167,12 @@ class RunInterrupted(SystemExit):
         return self.line
 
 
+FAILURES = (ConfigError, DataError, EpisodesFailed, NonFiniteError, OutOfMemory, RewardError, RolloutDrift, SaveError)
+"""Errors that end a command with exit code 2; their message is all that a user needs."""
+LOST = (RankLost, SamplerLost, ServerLost)
+"""Errors that end a command with `NOT_FINISHED`: run again, it resumes."""
+
+
 # Secrets.
 
 _ENDS = (
