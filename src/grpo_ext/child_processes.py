@@ -117,7 +117,7 @@ class Warded:
         return None, True
 
 
-def kill_group(process: "subprocess.Popen[bytes]", grace: float = 0.0) -> int:
+def kill_group(process: "subprocess.Popen[bytes]", grace: float) -> int:
     """Kill a process with its group, after `grace` seconds in which it may exit. Return its exit code."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace)

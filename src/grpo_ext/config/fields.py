@@ -38,7 +38,7 @@ def type_problems(config: GRPOExtArguments) -> Iterator[Problem]:
     yield from _type_problems(config, type(config), _ALSO)
 
 
-def sound_values(part: type, values: object, also: Mapping[str, type] = {}) -> tuple[dict[str, Any], list[Problem]]:
+def sound_values(part: type, values: object, also: Mapping[str, type]) -> tuple[dict[str, Any], list[Problem]]:
     """Return the values that fit a dataclass's fields, and a problem for each other, before its `__post_init__` runs.
 
     `also` maps fields to a further type that they may have.

@@ -142,7 +142,7 @@ def _data(script: RecipeArguments, data: DataConfig, mixture: DatasetMixtureConf
 
 
 def unrewarded(
-    rewards: list[RewardSpec], training: GRPOExtConfig, environments: Sequence[EnvironmentSpec] = ()
+    rewards: list[RewardSpec], training: GRPOExtConfig, environments: Sequence[EnvironmentSpec]
 ) -> Iterator[Problem]:
     """Yield why no completion would be rewarded, and settings that name a reward which does not exist."""
     yield from compatibility.unpaid_problems(environments, [spec for spec in rewards if spec.weight])
