@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,10 @@ class Warded:
     """
 
     def __init__(self, command: Sequence[str], fds: Sequence[int] = (), **options: Any) -> None:
-        self._lifeline, theirs = socket.socketpair()
+        self._lifeline, of_warden = socket.socketpair()
         try:
-            with theirs:
-                number = theirs.fileno()
+            with of_warden:
+                number = of_warden.fileno()
                 line = [sys.executable, "-I", "-S", warden.__file__, str(number), *command]
                 own: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
                 self.process = subprocess.Popen(line, pass_fds=[number, *fds], **own, **options)
@@ -111,13 +111,13 @@ class Warded:
         with self._lifeline:
             self._lifeline.setblocking(False)
             with contextlib.suppress(OSError):
-                told = self._lifeline.recv(16)
-                number = told.removesuffix(warden.ENDED).decode()
-                return int(number) if number.isdecimal() else None, not told.endswith(warden.ENDED)
+                last = self._lifeline.recv(16)
+                number = last.removesuffix(warden.ENDED).decode()
+                return int(number) if number.isdecimal() else None, not last.endswith(warden.ENDED)
         return None, True
 
 
-def kill_group(process: "subprocess.Popen[bytes]", grace: float = 0.0) -> int:
+def kill_group(process: "subprocess.Popen[bytes]", grace: float) -> int:
     """Kill a process with its group, after `grace` seconds in which it may exit. Return its exit code."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace)
@@ -177,12 +177,12 @@ class Child:
 
     def __init__(self, program: str, memory_gib: float, fds: Sequence[int] = (), withheld: Iterable[str] = ()) -> None:
         with _starting:
-            channel, theirs = socket.socketpair()
+            channel, of_child = socket.socketpair()
             self.stream = FrameStream(channel, LARGEST_ANSWER)
             self.folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{_pid_namespace()}_{os.getpid()}_"))
             try:
-                with theirs:
-                    fds = [theirs.fileno(), *fds]
+                with of_child:
+                    fds = [of_child.fileno(), *fds]
                     command = [sys.executable, "-c", program, *map(str, (fds[0], memory_gib, *fds[1:]))]
                     env = _importing({**os.environ, "TMPDIR": str(self.folder)})
                     self._warded = Warded(command, fds, env={n: v for n, v in env.items() if n not in set(withheld)})
@@ -239,20 +239,14 @@ def remove_stale_folders() -> None:
 
 
 def _end_those_of(folder: Path) -> None:
-    """Kill the processes that work in a child's folder or keep their temporary files there."""
-    for process in _those_of(folder):
-        warden.kill_with_group(process)
-
-
-def _those_of(folder: Path) -> Iterator[int]:
-    """Yield the processes of a child's folder, except this one; those of other users cannot be read."""
+    """Kill the processes, but for this one, that work in a child's folder or keep their temporary files there."""
     place = f"{folder}/"
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another user's
             variables = (process / "environ").read_bytes().decode(errors="replace").split("\0")
             places = [os.readlink(process / "cwd"), *(v[7:] for v in variables if v.startswith("TMPDIR="))]
             if any(f"{one}/".startswith(place) for one in places) and int(process.name) != os.getpid():
-                yield int(process.name)
+                warden.kill_with_group(int(process.name))
 
 
 def _pid_namespace() -> int:

@@ -118,6 +118,11 @@ class RolloutDrift(RuntimeError):
     """Sampler and policy disagree, and `rollout_drift_action` is "stop"."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, without a full stop; of an error without one, its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 class OutOfMemory(RuntimeError):
     """A process of a run has too little memory; the message has what needs less."""
 
@@ -160,6 +165,12 @@ class RunInterrupted(SystemExit):
     def __str__(self) -> str:
         """Return the line about the saved checkpoint."""
         return self.line
+
+
+FAILURES = (ConfigError, DataError, EpisodesFailed, NonFiniteError, OutOfMemory, RewardError, RolloutDrift, SaveError)
+"""Errors that end a command with exit code 2; their message is all that a user needs."""
+LOST = (RankLost, SamplerLost, ServerLost)
+"""Errors that end a command with `NOT_FINISHED`: run again, it resumes."""
 
 
 # Secrets.

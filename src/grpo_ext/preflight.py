@@ -129,6 +129,9 @@ def _reward_problems(run: Run) -> tuple[list[Problem], list[str]]:
     return problems, [str(note) for note in notes]
 
 
+_STANDARD_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
+
+
 def _template_problems(run: Run) -> Iterator[Problem]:
     """Yield why conversations cannot be rendered with the options of the template."""
     train, tokenizer = run.data.train, run.tokenizer
@@ -138,19 +141,14 @@ def _template_problems(run: Run) -> Iterator[Problem]:
         cure = "Name an instruction-tuned model, or leave out system_prompt and call the column of texts prompt."
         reason = "its tokenizer has no chat template, and the prompts are conversations"
         yield Problem("model_name_or_path", ABSENT, reason, cure)
-    elif isinstance(tokenizer.chat_template, str):
-        yield from _unknown_options(tokenizer.chat_template, run.options)
-
-
-_STANDARD_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
-
-
-def _unknown_options(template: str, options: Mapping[str, object]) -> Iterator[Problem]:
+    if not isinstance(tokenizer.chat_template, str):  # None, or several by name
+        return
     try:
-        variables = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+        template = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(tokenizer.chat_template)
+        variables = meta.find_undeclared_variables(template)
     except TemplateError:  # tags that only transformers knows
         return
-    for key, value in options.items():
+    for key, value in run.options.items():
         if key not in variables and key not in ("continue_final_message", "documents", "tools"):
             others = sorted(variables - _STANDARD_VARIABLES)
             cure = did_you_mean(key, others) if others else "It has none: remove it."

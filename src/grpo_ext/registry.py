@@ -96,7 +96,11 @@ def import_path(path: str) -> Any:
         cure = hint if hint.startswith("Did") else "A path counts from the recipe's folder, else from where you start."
         raise UnknownNameError(f"no such file: {file}", cure)
     try:
-        module = _named_module(module_name) if file is None else _of_file(file)
+        if file is not None:
+            module = _of_file(file)
+        else:
+            with nullcontext() if module_name in sys.modules else named(f"Import of {module_name}", _WHILE_IMPORTED):
+                module = importlib.import_module(module_name)
         imported.append(str(file or module_name))
     except (Exception, SystemExit) as error:  # a user's module may raise anything, or parse its own command line
         raise UnknownNameError(f"cannot import {module_name!r} for {path!r}: {error!r}", "Correct it.") from error
@@ -113,12 +117,6 @@ def _split(path: str) -> tuple[str, str, str]:
 
 
 _WHILE_IMPORTED = "Ctrl-C ends it. Let the module wait, download and compute in the functions that need it."
-
-
-def _named_module(name: str) -> ModuleType:
-    """Return a module of that name."""
-    with nullcontext() if name in sys.modules else named(f"Import of {name}", _WHILE_IMPORTED):
-        return importlib.import_module(name)
 
 
 def _of_file(file: Path) -> ModuleType:

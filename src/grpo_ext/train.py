@@ -27,22 +27,7 @@ from grpo_ext.config.launch import check_announced, write_exit_code
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.data.config import is_generated
 from grpo_ext.data.files import is_path
-from grpo_ext.errors import (
-    NOT_FINISHED,
-    ConfigError,
-    DataError,
-    EpisodesFailed,
-    NonFiniteError,
-    OutOfMemory,
-    Problem,
-    RankLost,
-    RewardError,
-    RolloutDrift,
-    RunInterrupted,
-    SamplerLost,
-    SaveError,
-    ServerLost,
-)
+from grpo_ext.errors import FAILURES, LOST, NOT_FINISHED, ConfigError, DataError, OutOfMemory, Problem, RunInterrupted
 from grpo_ext.evaluation.during import DuringTraining
 from grpo_ext.packing.collective import is_out_of_memory
 from grpo_ext.recipe.launching import check_launched, launch_of
@@ -216,10 +201,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except DataError as error:
         print(ConfigError(error.problems), file=sys.stderr)
         leave(2)
-    except (EpisodesFailed, ConfigError, NonFiniteError, OutOfMemory, RewardError, RolloutDrift, SaveError) as error:
+    except FAILURES as error:
         print(error, file=sys.stderr)
         leave(2)
-    except (RankLost, SamplerLost, ServerLost) as error:
+    except LOST as error:
         print(error, file=sys.stderr)
         leave(NOT_FINISHED)
     except RunInterrupted:

@@ -16,9 +16,8 @@ from grpo_ext import Conversation, GRPOExtConfig, GRPOExtTrainer, Step, waiting
 from grpo_ext.data.eval_sets import EvalSet, parse_eval_sets
 from grpo_ext.errors import ConfigError, RewardError, RunInterrupted, SamplerLost
 from grpo_ext.evaluation.during import DuringTraining
-from grpo_ext.evaluation.evaluate import evaluate, prompts_at_a_time
+from grpo_ext.evaluation.evaluate import evaluate, evaluating, prompts_at_a_time
 from grpo_ext.evaluation.results import Result, differences, logged_figures, per_prompt, result
-from grpo_ext.evaluation.sampling import evaluating
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.rewards.composition import RewardSpec

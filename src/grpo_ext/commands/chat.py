@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -13,9 +13,6 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_ext.commands.runs import GREEDY, Trained, find_trained, loading
 from grpo_ext.recipe.loading import load_policy, load_tokenizer_of
 from grpo_ext.tables import Table, show
-
-if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
 
 
 class Speaker:
@@ -38,7 +35,7 @@ class Speaker:
         ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
         self.sampling = {"eos_token_id": sorted(ends), **trained.sampling(), **sampling}
 
-    def answer(self, question: str, streamer: "BaseStreamer | None" = None) -> str:
+    def answer(self, question: str, streamer: TextStreamer | None = None) -> str:
         """Return the completion of a question."""
         inputs = self.trained.encode(question, self.tokenizer).to(self.model.device)
         inputs.pop("token_type_ids", None)

@@ -9,16 +9,7 @@ from collections.abc import Sequence
 from grpo_ext import __version__
 from grpo_ext.caches import use_writable_caches
 from grpo_ext.commands.arguments import COMMANDS, REMOVED, overview, parse_command_line
-from grpo_ext.errors import (
-    NOT_FINISHED,
-    ConfigError,
-    DataError,
-    NonFiniteError,
-    RewardError,
-    RolloutDrift,
-    SamplerLost,
-    ServerLost,
-)
+from grpo_ext.errors import FAILURES, LOST, NOT_FINISHED
 from grpo_ext.registry import did_you_mean
 from grpo_ext.terminal import safe_output
 from grpo_ext.versions import naming_untested
@@ -64,10 +55,10 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"\ngrpo-ext {name}: interrupted.", file=sys.stderr)
         return 128 + signal.SIGINT
-    except (SamplerLost, ServerLost) as error:
+    except LOST as error:
         print(error, file=sys.stderr)
         return NOT_FINISHED
-    except (ConfigError, DataError, NonFiniteError, RewardError, RolloutDrift, OSError) as error:
+    except (*FAILURES, OSError) as error:
         if name == "train" and isinstance(error, OSError):  # a run that fails keeps its traceback
             raise
         print(error, file=sys.stderr)

@@ -18,15 +18,7 @@ from grpo_ext.commands.train import call, launch, wanted_launch
 from grpo_ext.config.launch import check_announced, rank, write_exit_code
 from grpo_ext.data.eval_sets import EvalSet, problems_of
 from grpo_ext.environments.composition import any_pays
-from grpo_ext.errors import (
-    NOT_FINISHED,
-    ConfigError,
-    DataError,
-    NonFiniteError,
-    RewardError,
-    RunInterrupted,
-    ServerLost,
-)
+from grpo_ext.errors import FAILURES, NOT_FINISHED, ConfigError, RunInterrupted, ServerLost
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.evaluation.results import EVALUATION, Result, differences, result, table
 from grpo_ext.recipe.loading import rows_of
@@ -175,7 +167,7 @@ def _main(argv: Sequence[str]) -> int:
     try:
         check_announced()
         _evaluate_one(parse_command_line(["eval", *argv]))
-    except (ConfigError, DataError, NonFiniteError, RewardError, ServerLost) as error:
+    except (*FAILURES, ServerLost) as error:
         print(error, file=sys.stderr)
         return 2
     finally:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # trl and peft take seconds to import
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import ModelConfig
 
+    from grpo_ext.config.arguments import GRPOExtArguments
+
 
 class Base(NamedTuple):
     """The model that an adapter adapts."""
@@ -87,6 +89,15 @@ def peft_problems(config: Any) -> Iterator[Problem]:
         reason = f"{versions} generates without its virtual tokens, as transformers renamed the cache"
         cure = "Install 'transformers<5.24', or train a LoRA."
         yield Problem("peft_type", getattr(config.peft_type, "value", config.peft_type), reason, cure)
+
+
+def checkpointing_problems(config: "GRPOExtArguments", model: "PreTrainedModel") -> Iterator[Problem]:
+    """Yield the problem of an adapter whose tokens gradient checkpointing would drop."""
+    kinds = [getattr(adapter, "peft_type", None) for adapter in getattr(model, "peft_config", {}).values()]
+    kind = next((getattr(kind, "value", kind) for kind in kinds if kind in ("PREFIX_TUNING", "CARTRIDGE")), None)
+    if config.gradient_checkpointing and kind is not None:
+        reason = f"{kind} hands its tokens to the model as a cache, which checkpointing drops"
+        yield Problem("gradient_checkpointing", True, reason, "Set gradient_checkpointing: false.")
 
 
 def adapter_problems(model: "ModelConfig") -> Iterator[Problem]:

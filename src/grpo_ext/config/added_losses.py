@@ -10,7 +10,7 @@ from grpo_ext.config.rules import Rule
 from grpo_ext.config.spec import Spec
 from grpo_ext.config.weight_schedule import schedule_problems
 from grpo_ext.errors import ABSENT, Problem
-from grpo_ext.objective.kl import KLTraits, kl_estimators
+from grpo_ext.objective.kl import kl_estimators
 from grpo_ext.objective.options import Within
 from grpo_ext.registry import did_you_mean
 
@@ -187,7 +187,9 @@ def _entry(place: str, entry: object) -> Iterator[Problem]:
         return
     options = {name: value for name, value in entry.items() if name != "type"}
     yield from Spec.of(TYPES[kind], example=EXAMPLE).problems(place, options)
-    estimator, usable = options.get("kl_estimator"), [n for n in kl_estimators if _by_token(kl_estimators.traits(n))]
+    traits = {name: kl_estimators.traits(name) for name in kl_estimators}
+    usable = [name for name, its in traits.items() if its.in_loss and not its.per_completion]
+    estimator = options.get("kl_estimator")
     if isinstance(estimator, str) and estimator not in usable:
         yield Problem(f"{place}.kl_estimator", estimator, "not one of its values", did_you_mean(estimator, usable))
     for problem in schedule_problems(options.get("weight_schedule")):
@@ -197,10 +199,6 @@ def _entry(place: str, entry: object) -> Iterator[Problem]:
         yield Problem(
             f"{place}.teacher_prompt", template, "it has no {prompt}", "Put {prompt} where the prompt stands."
         )
-
-
-def _by_token(traits: KLTraits) -> bool:
-    return traits.in_loss and not traits.per_completion
 
 
 def _by_tokens(config: GRPOExtArguments) -> Iterator[Problem]:

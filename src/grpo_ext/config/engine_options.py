@@ -57,11 +57,6 @@ _REFUSED = {
 """Options that no recipe may pass, each with the reason and the cure."""
 
 
-def quantizes_cache(key: str, value: object) -> bool:
-    """Return whether an option stores keys and values in fewer than 16 bits."""
-    return key == "kv_cache_dtype" and value not in ("auto", "float32", "float16", "bfloat16")
-
-
 def given_options(config: GRPOExtArguments) -> Mapping[str, Any]:
     """Return the options that a recipe passes to the engine."""
     return as_mapping(config.vllm_engine_kwargs)

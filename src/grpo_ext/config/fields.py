@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -38,7 +38,7 @@ def type_problems(config: GRPOExtArguments) -> Iterator[Problem]:
     yield from _type_problems(config, type(config), _ALSO)
 
 
-def sound_values(part: type, values: object, also: Mapping[str, type] = {}) -> tuple[dict[str, Any], list[Problem]]:
+def sound_values(part: type, values: object, also: Mapping[str, type]) -> tuple[dict[str, Any], list[Problem]]:
     """Return the values that fit a dataclass's fields, and a problem for each other, before its `__post_init__` runs.
 
     `also` maps fields to a further type that they may have.
@@ -55,19 +55,14 @@ def _type_problems(values: object, part: type, also: Mapping[str, type]) -> Iter
         value, hint = getattr(values, f.name), hints[f.name]
         if isinstance(value, also.get(f.name, ())) or fits(value, hint):
             continue
-        row = row_of(f)
-        if value is False and _has_no(hint):
+        row, enums = row_of(f), (hint, *typing.get_args(hint))
+        if value is False and any("no" in getattr(enum, "_value2member_map_", ()) for enum in enums):
             yield Problem(f.name, value, "YAML reads an unquoted no as false", "Write 'no' in quotes.")
         else:
             default = None if f.default is dataclasses.MISSING else f.default
             names = losses if f.name == "loss_type" else row.choices or ()
             problem = wrong_type(f.name, value, hint, default, names)
             yield dataclasses.replace(problem, cure=row.text) if row.text else problem
-
-
-def _has_no(hint: Any) -> bool:
-    """Return whether 'no' is one of the values of a field's enum."""
-    return any("no" in getattr(part, "_value2member_map_", ()) for part in (hint, *typing.get_args(hint)))
 
 
 def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -80,7 +75,10 @@ def choice_problems(config: GRPOExtArguments) -> Iterator[Problem]:
             if row.function and isinstance(value, str):
                 yield from _import_problems(name, value, typing.cast(Mapping[str, Any], row.choices))
             else:
-                yield unknown_value(name, value, row.choices, f.default)
+                usual = str(getattr(f.default, "value", f.default))  # whose beginning probably means it
+                hint = did_you_mean(str(value), map(str, row.choices))
+                cure = f"Did you mean {usual!r}?" if usual.startswith(f"{value}_") else hint
+                yield Problem(name, value, "not one of its values", cure)
     if isinstance(config.loss_type, str):
         try:
             find(config.loss_type)
@@ -98,17 +96,6 @@ def _import_problems(name: str, path: str, choices: Mapping[str, Any]) -> Iterat
         inspect.signature(function)
     except (TypeError, ValueError):  # not a function, or one of C without named parameters
         yield Problem(name, path, f"a {type(function).__name__}, not a function with named parameters", "Name one.")
-
-
-def unknown_value(name: str, value: object, choices: Collection[object], default: object = None) -> Problem:
-    """Return the problem of a value that a field does not know; the beginning of its default probably means that."""
-    usual = str(getattr(default, "value", default))
-    cure = f"Did you mean {usual!r}?" if usual.startswith(f"{value}_") else did_you_mean(str(value), map(str, choices))
-    return Problem(name, value, "not one of its values", cure)
-
-
-def _reversed(low: object, high: object) -> bool:
-    return isinstance(low, int | float) and isinstance(high, int | float) and low > high
 
 
 def _reward_weights(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -144,12 +131,6 @@ _RANGES: tuple[Rule, ...] = (
         lambda c: isinstance(c.max_steps, int) and (c.max_steps == 0 or c.max_steps < -1),
         "transformers would train for num_train_epochs instead",
         "Set it to 1 or more, or to -1 to train for num_train_epochs.",
-    ),
-    Conflict(
-        "entropy_coef_min",
-        lambda c: _reversed(c.entropy_coef_min, c.entropy_coef_max),
-        "above entropy_coef_max={c.entropy_coef_max}",
-        "Swap them.",
     ),
 )
 

@@ -217,6 +217,12 @@ LOSS_RULES: tuple[Rule, ...] = (
         "Set 'group' or sum_then_normalize.",
     ),
     Conflict(
+        "entropy_coef_min",
+        lambda c: c.entropy_coef_min > c.entropy_coef_max,
+        "above entropy_coef_max={c.entropy_coef_max}",
+        "Swap them.",
+    ),
+    Conflict(
         "missing_rewards",
         lambda c: c.missing_rewards is not None and c.objective.combination != "sum_then_normalize",
         "multi_objective_aggregation={c.objective.combination!r} forms no weighted sum, which it is about",

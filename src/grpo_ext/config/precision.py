@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.engine_options import QUANTIZES, given_options, quantizes_cache
+from grpo_ext.config.engine_options import QUANTIZES, given_options
 from grpo_ext.config.process_engine import samples_in_process
 from grpo_ext.errors import Problem
 from grpo_ext.objective.sampler_correction import DEFAULT
@@ -40,8 +40,9 @@ def _sampler_dtype(config: GRPOExtArguments, computes: str) -> str:
 
 def coarse_options(config: GRPOExtArguments) -> dict[str, object]:
     """Return the options of the engine that make the sampler coarser than the policy."""
+    wide = ("auto", "float32", "float16", "bfloat16")  # of keys and values
     options = given_options(config).items()
-    return {key: value for key, value in options if key in QUANTIZES or quantizes_cache(key, value)}
+    return {key: v for key, v in options if key in QUANTIZES or (key == "kv_cache_dtype" and v not in wide)}
 
 
 def expected_differences(config: GRPOExtArguments, weights: str) -> Iterator[tuple[str, str]]:

@@ -51,15 +51,10 @@ def relative_to(request: Request, output_dir: Path) -> str:
 def noted(output_dir: Path) -> Request | None:
     """Return the last request carried out in a folder; None if there is none, or its note is damaged."""
     try:
-        content = read_json(output_dir / REQUEST_FILE)
-        request = Request(**content)
+        request: Any = Request(**read_json(output_dir / REQUEST_FILE))
         if not request.afresh:
             request = replace(request, asked=os.path.join(os.path.abspath(output_dir), request.asked))
             request = replace(request, asked=os.path.normpath(request.asked))
     except (OSError, ValueError, TypeError):
         return None
-    return request if _is_sound(request) else None
-
-
-def _is_sound(request: Any) -> bool:
-    return isinstance(request.asked, str) and type(request.step) is int
+    return request if isinstance(request.asked, str) and type(request.step) is int else None

@@ -19,22 +19,18 @@ RULE = Spec.of(SamplerRule, example=EXAMPLE)
 MULTIPLIED = "this loss multiplies the weights of a completion's tokens, so a token's 0 would leave it out whole"
 
 
-def blocks_of(correction: object) -> list[Any]:
-    """Return the blocks of `sampler_correction`, which is one or a list of them."""
-    return list(correction) if isinstance(correction, list | tuple) else [] if correction is None else [correction]
-
-
 def _blocks(config: GRPOExtArguments) -> Iterator[Problem]:
-    correction = config.sampler_correction
-    if isinstance(correction, str):
-        return  # another rule's: not a mapping
-    blocks = blocks_of(correction)
-    if correction is not None and not blocks:
+    correction: Any = config.sampler_correction
+    if correction is None or isinstance(correction, str):  # text is another rule's: not a mapping
+        return
+    several = isinstance(correction, list | tuple)
+    blocks = correction if several else [correction]
+    if not blocks:
         cure = "Write a block, or vllm_importance_sampling_correction: false for no correction."
         yield Problem(FIELD, correction, "a list without a block", cure)
     sound = []
     for i, block in enumerate(blocks):
-        place = f"{FIELD}[{i}]" if isinstance(correction, list | tuple) else FIELD
+        place = f"{FIELD}[{i}]" if several else FIELD
         problems = list(RULE.problems(place, block))
         yield from problems
         if not problems:

@@ -99,7 +99,7 @@ class Spec:
             cure = f"Set {place}: {{{key}: ...}}." if self.owner else f"Write {self.example}."
             yield Problem(f"{place}.{key}", ABSENT, needs, cure)
 
-    def value_problems(self, setting: str, key: str, value: object) -> Iterator[Problem]:
+    def value_problems(self, setting: str, key: str, value: Any) -> Iterator[Problem]:
         """Yield the problems of the value of one key, which a message calls `setting`."""
         if key not in self.hints:
             reason = f"{self.owner} has no such option" if self.owner else "no such key"
@@ -117,18 +117,13 @@ class Spec:
         elif isinstance(value, float) and not math.isfinite(value):
             yield Problem(setting, value, "not finite", "Give a finite number.")
         else:
-            yield from bound_problems(setting, hint, value, default)
+            parts = [hint, *(part for part in typing.get_args(hint) if typing.get_origin(part) is typing.Annotated)]
+            for bound in (bound for part in parts for bound in getattr(part, "__metadata__", ())):
+                if value is not None and isinstance(bound, Within | Ascending) and value not in bound:
+                    yield out_of_bounds(setting, value, bound, default)
 
 
-def bound_problems(setting: str, hint: Any, value: Any, default: object = ABSENT) -> Iterator[Problem]:
-    """Yield the problem of a value outside of the bounds of its type, `Annotated[..., Within(...)]`."""
-    parts = [hint, *(part for part in typing.get_args(hint) if typing.get_origin(part) is typing.Annotated)]
-    for bound in (bound for part in parts for bound in getattr(part, "__metadata__", ())):
-        if value is not None and isinstance(bound, Within | Ascending) and value not in bound:
-            yield out_of_bounds(setting, value, bound, default)
-
-
-def out_of_bounds(setting: str, value: object, bound: Within | Ascending, default: object = ABSENT) -> Problem:
+def out_of_bounds(setting: str, value: object, bound: Within | Ascending, default: object) -> Problem:
     """Return the problem of a value that is not within `bound`."""
     reason = f"must be {bound}" + (f": {bound.because}" if bound.because else "")
     if default is ABSENT:
@@ -167,9 +162,7 @@ def fits(value: object, hint: Any) -> bool:
     return is_bearable(value, hint, conf=_TOWER)
 
 
-def wrong_type(
-    setting: str, value: object, hint: Any, default: object = None, names: Collection[object] = ()
-) -> WrongType:
+def wrong_type(setting: str, value: object, hint: Any, default: object, names: Collection[object] = ()) -> WrongType:
     """Return the problem of a value of the wrong type, with the one that was probably meant, or else the default.
 
     `names` are the names that a setting may have, where it is one of names.

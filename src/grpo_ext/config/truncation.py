@@ -83,12 +83,12 @@ def unbounded_problems(top_k: int, vocabulary: int) -> Iterator[Problem]:
         yield Problem("top_k", top_k, reason, cure)
 
 
-def needs_sets(config: GRPOExtArguments, reason: str, cure: str = "") -> Iterator[Problem]:
+def needs_sets(config: GRPOExtArguments, reason: str, cure: str) -> Iterator[Problem]:
     """Yield the problem of a truncated sampler whose kept tokens the loss cannot take; `cure` is another way out."""
     if scores_over_support(config):
         name, value = next(iter(truncations(config).items()))
         reason = f"the loss needs the tokens that the sampler kept, and {reason}"
-        yield Problem(name, value, reason, f"{cure}{' ' if cure else ''}{_unset(name)}")
+        yield Problem(name, value, reason, f"{cure} {_unset(name)}")
 
 
 def _unset(name: str) -> str:

@@ -84,20 +84,15 @@ def _quantized(config: GRPOExtArguments) -> Iterator[Problem]:
         yield quantized_problem("model_init_kwargs.quantization_config", f"{quantization!r:.80}")
 
 
-def _server(config: GRPOExtArguments) -> bool:
-    return bool(config.use_vllm) and config.vllm_mode == "server"
-
-
-def _colocated(config: GRPOExtArguments) -> bool:
-    return bool(config.use_vllm) and config.vllm_mode == "colocate"
-
-
 VLLM_RULES: tuple[Rule, ...] = (
     *(_quantized, *ENGINE_OPTION_RULES),
     Conflict(
         "vllm_max_model_length",
         lambda c: (
-            _colocated(c) and c.vllm_max_model_length and c.vllm_max_model_length <= (c.max_completion_length or 0)
+            c.use_vllm
+            and c.vllm_mode == "colocate"
+            and c.vllm_max_model_length
+            and c.vllm_max_model_length <= (c.max_completion_length or 0)
         ),
         "it is the length of prompt and completion together, and max_completion_length={c.max_completion_length} "
         "fills it",
@@ -105,7 +100,7 @@ VLLM_RULES: tuple[Rule, ...] = (
     ),
     Conflict(
         "vllm_weight_transfer use_cpu",
-        lambda c: c.use_cpu and c.vllm_weight_transfer == "nccl" and _server(c),
+        lambda c: c.use_cpu and c.use_vllm and c.vllm_mode == "server" and c.vllm_weight_transfer == "nccl",
         "NCCL needs a GPU on the trainer's side too",
         "Set 'auto' or 'gloo'.",
     ),

@@ -117,7 +117,10 @@ def parse_eval_sets(
         rewards = list(recipe_rewards)
         if entry.get("reward_funcs") is not None:
             rewards, entry_problems = parse_rewards(entry["reward_funcs"], folder=folder)
-        chosen = _of_entry(entry, rewards, plays)
+        values = {key: entry[key] for key in _OWN.hints if entry.get(key) is not None}
+        data = {key: entry[key] for key in DATA_KEYS if key in entry}
+        k, judges = _several(entry.get("k")), _several(entry.get("judge"))
+        chosen = EvalSet(**values, k=k, judge=judges, data=data, rewards=rewards, plays=plays)
         entry_problems += problems_of(chosen)
         problems += [replace(problem, field=f"{place}.{problem.field}") for problem in entry_problems]
         sets += [] if entry_problems else [chosen]
@@ -128,13 +131,6 @@ def parse_eval_sets(
         if names.count(name) > 1
     ]
     return sets, problems
-
-
-def _of_entry(entry: Mapping[str, typing.Any], rewards: Sequence[RewardSpec], plays: bool) -> EvalSet:
-    values = {key: entry[key] for key in _OWN.hints if entry.get(key) is not None}
-    data = {key: entry[key] for key in DATA_KEYS if key in entry}
-    k, judges = _several(entry.get("k")), _several(entry.get("judge"))
-    return EvalSet(**values, k=k, judge=judges, data=data, rewards=rewards, plays=plays)
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -63,7 +63,10 @@ def load_datasets(
     eval_wanted = eval_needed or config.test_size is not None
     train, test = None, None
     if dataset_name.startswith(QUICKSTART):
-        train, test = _load_quickstart(dataset_name, config)
+        from grpo_ext.quickstart import game, task
+
+        rows = game.load_game() if dataset_name == GAME else task.load(**task_options(config))
+        train, test = Split(rows[0], f"{dataset_name}, split train"), Split(rows[1], f"{dataset_name}, split test")
     elif dataset_name.startswith(PROCEDURAL):
         train, test = _load_procedural(dataset_name, config, eval_wanted)
     else:
@@ -131,13 +134,6 @@ def collecting(problems: list[Problem]) -> Iterator[None]:
         yield
     except DataError as error:
         problems += [problem for problem in error.problems if problem not in problems]
-
-
-def _load_quickstart(name: str, config: DataConfig) -> tuple[Split, Split]:
-    from grpo_ext.quickstart import game, task
-
-    train, test = game.load_game() if name == GAME else task.load(**task_options(config))
-    return Split(train, f"{name}, split train"), Split(test, f"{name}, split test")
 
 
 def _load_procedural(name: str, config: DataConfig, eval_wanted: bool) -> list[Split | None]:

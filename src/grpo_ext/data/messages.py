@@ -62,13 +62,11 @@ def without_gaps(prompt: Any) -> Any:
     """
     if not isinstance(prompt, list):
         return prompt
-    return [{"content": "", **_with_objects(without_none(message))} for message in prompt]
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(calls := message.get("tool_calls"), list):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+    messages = [{"content": "", **without_none(message)} for message in prompt]
+    for message in messages:
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [_with_object(call) for call in calls]
+    return messages
 
 
 def _with_object(call: Any) -> Any:

@@ -21,7 +21,6 @@ from grpo_ext.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS, unusable, with_sy
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.objective.options import Within
 from grpo_ext.registry import did_you_mean
-from grpo_ext.safe_reading import parse_json
 
 _ENTRY = Spec.of(DatasetConfig, example="{path: ..., split: train}")
 DATASET_ENTRY = replace(
@@ -56,7 +55,7 @@ def check_mixture(mixture: DatasetMixtureConfig, config: DataConfig | None = Non
 
 def _entry_problems(number: int, entry: DatasetConfig) -> Iterator[Problem]:
     place = f"datasets[{number}]"
-    if isinstance(entry.path, str) and _is_json(entry.path):
+    if isinstance(entry.path, str) and entry.path.lstrip().startswith(("{", "[")):  # JSON
         yield Problem(
             "datasets", entry.path, "a mixture cannot be given on the command line", "Write it in the recipe."
         )
@@ -76,13 +75,6 @@ def _fraction_problems(fractions: list[float | None], streaming: bool) -> Iterat
     elif shares and len(shares) < len(fractions):
         field, reason = f"datasets[{fractions.index(None)}].fraction", "other datasets have one"
         yield Problem(field, None, reason, "Set it for every dataset or for none.")
-
-
-def _is_json(text: str) -> bool:
-    try:
-        return isinstance(parse_json(text), list | dict)
-    except ValueError:
-        return False
 
 
 def is_local(mixture: DatasetMixtureConfig) -> bool:

@@ -29,7 +29,7 @@ class Data:
     problems: Sequence[Problem] = ()
 
 
-def python_data(train: Any, evaluation: Any, *, continued: bool = False) -> Data:
+def python_data(train: Any, evaluation: Any, *, continued: bool) -> Data:
     """Return datasets that are given in Python as TRL takes them, with opened images.
 
     `continued`: `environment_factory` is given, for which TRL starts a row without a prompt with an empty one.

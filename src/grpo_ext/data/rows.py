@@ -98,9 +98,12 @@ def convert(row: Row, plan: Plan) -> Row:
     if plan.changes_prompt or prompt is not row.get(plan.prompt_column):
         changed["prompt"] = with_system_prompt(prompt, plan.system_prompt)
     if plan.answer_column is not None:
-        check_finite(row.get(plan.answer_column), plan.answer_column)
-    if plan.answer_column is not None and (plan.changes_answer or plan.answer_required):
-        answer = extract_answer(row.get(plan.answer_column), plan)
+        answer = row.get(plan.answer_column)
+        if isinstance(answer, float) and not math.isfinite(answer):
+            cure = "Write null or text, or remove the row."
+            raise RowError(f"{answer!r} is not an answer", cure, plan.answer_column)
+        if plan.changes_answer or plan.answer_required:
+            answer = extract_answer(answer, plan)
         if plan.changes_answer:
             changed["solution"] = answer
     return changed
@@ -193,16 +196,6 @@ def _check_message(message: object, number: int, column: str, *, empty: bool) ->
         if isinstance(arguments, str) and read_arguments(arguments) is None:
             reason = f"the arguments of a call in message {number} ({role}) are no JSON object: {_short(arguments)}"
             raise RowError(reason, 'Write {"name": value}, as an object or as JSON text.', column)
-
-
-def check_finite(answer: object, column: str) -> None:
-    """Refuse an answer that is NaN or infinite.
-
-    Raises:
-        RowError: it is.
-    """
-    if isinstance(answer, float) and not math.isfinite(answer):
-        raise RowError(f"{answer!r} is not an answer", "Write null or text, or remove the row.", column)
 
 
 def with_system_prompt(prompt: Prompt, system_prompt: str | None) -> list[Row]:

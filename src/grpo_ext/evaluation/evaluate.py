@@ -7,27 +7,32 @@ continues after the last of them.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from transformers import GenerationConfig
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.messages import described
 from grpo_ext.data.rows import Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import RewardError, SamplerLost, without_secrets
-from grpo_ext.evaluation.sampling import evaluating, length_of, seeded
 from grpo_ext.objective.trajectory import COLUMN as TRAJECTORY
 from grpo_ext.objective.trajectory import of_agents
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.runtime import Runtime
-from grpo_ext.rollout.seeds import Source, numbered
+from grpo_ext.rollout.seeds import AttemptId, Purpose, Source, derived, numbered
 from grpo_ext.safe_reading import appending, write_text
-from grpo_ext.trainer.checkpoints.processes import everywhere
+from grpo_ext.trainer.checkpoints.processes import agreed, everywhere
 from grpo_ext.trainer.grpo_trainer import GRPOExtTrainer
 from grpo_ext.waiting import SIGNALLED, shutdown
 
@@ -58,9 +63,7 @@ def evaluate(
     chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
     accelerator = trainer.accelerator
     of_rows = {"rows": digest(rows), "max_completion_length": length_of(trainer, chosen), "prompts_at_a_time": size}
-    box = [_finished(kept, {**identity, **of_rows}) if accelerator.is_main_process else {}]
-    broadcast_object_list(box, from_process=0)
-    done = box[0]
+    done = agreed(lambda: _finished(kept, {**identity, **of_rows}))
     left = [i for i in range(len(chunks)) if i not in done]
     runtime = Runtime(chosen.rewards, workers=workers, seed=chosen.seed)
     runtime.opened = trainer.opened
@@ -175,3 +178,44 @@ def _finished(path: Path, identity: Mapping[str, Any]) -> dict[int, list[Row]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "".join(f"{line}\n" for line in [head, *sound]))
     return {chunk["chunk"]: chunk["samples"] for chunk in map(json.loads, sound)}
+
+
+# The settings of a set, with the engine that trains.
+
+
+def evaluating(trainer: GRPOExtTrainer, chosen: EvalSet) -> AbstractContextManager[None]:
+    """Return a context that samples by the settings of a set, and restores the trainer's state after it."""
+    longest = length_of(trainer, chosen)
+    if trainer.use_vllm:
+        settings = temporarily(
+            trainer.vllm_generation,
+            temperature=chosen.temperature,
+            top_p=chosen.top_p,
+            top_k=chosen.top_k or -1,
+            min_p=chosen.min_p,
+            max_completion_length=longest,
+        )
+    else:
+        samples = chosen.temperature > 0
+        kwargs = {**trainer.generation_kwargs, "do_sample": samples, "max_new_tokens": longest}
+        kwargs |= {n: getattr(chosen, n) if samples else None for n in ("temperature", "top_p", "top_k", "min_p")}
+        config = GenerationConfig(**kwargs, disable_compile=True)
+        settings = temporarily(trainer, generation_config=config, generation_kwargs=kwargs)
+    return trainer.evaluating(chosen.samples, settings)
+
+
+@contextmanager
+def seeded(trainer: GRPOExtTrainer, chunk: int, attempts: Sequence[AttemptId]) -> Iterator[None]:
+    """Sample one chunk of prompts identically on any process; `attempts` are its rows."""
+    seed = derived(Purpose.CHUNK, attempts[0].seed, chunk)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    each = [int(attempt.stream().integers(2**31)) for attempt in attempts]
+    with trainer.vllm_generation.seeded(each) if trainer.use_vllm else nullcontext():
+        yield
+
+
+def length_of(trainer: GRPOExtTrainer, chosen: EvalSet) -> int:
+    """Return the most tokens of a completion."""
+    return chosen.max_completion_length or int(trainer.args.max_completion_length or 0)

@@ -1,7 +1,5 @@
 """Forward of a packed row, with its scores scattered back to the padded batch."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +40,13 @@ def log_probs(
     target = labels // width * completion + labels % width - (width - completion)
     sets = None if support is None else support.at(target)
     own = base.config.get_text_config()._attn_implementation
-    with _shared(base, scored, device, sets):
+
+    def narrow(module: nn.Module, args: object, outputs: Any) -> Any:
+        outputs.last_hidden_state = outputs.last_hidden_state.index_select(1, scored)
+        return outputs
+
+    head = labelled_positions_only(device, None if sets is None else lambda _: sets)
+    with selected(base), carried(base), head, base.base_model.register_forward_hook(narrow):
         outputs = model(
             input_ids=flat[source][None],
             position_ids=position[None],
@@ -60,24 +64,6 @@ def log_probs(
     logps = scattered(outputs.log_probs)
     assert logps is not None
     return logps, scattered(outputs.entropy), outputs.aux_loss
-
-
-@contextmanager
-def _shared(
-    base: PreTrainedModel, scored: Tensor, device: torch.device, sets: SamplingSupport | None
-) -> Iterator[None]:  # fmt: skip
-    """Share prompts, and give the LM head labelled positions only, for one forward."""
-
-    def narrow(module: nn.Module, args: object, outputs: Any) -> Any:
-        outputs.last_hidden_state = outputs.last_hidden_state.index_select(1, scored)
-        return outputs
-
-    with ExitStack() as stack:
-        stack.enter_context(selected(base))
-        stack.enter_context(carried(base))
-        stack.enter_context(labelled_positions_only(device, None if sets is None else lambda _: sets))
-        stack.callback(base.base_model.register_forward_hook(narrow).remove)
-        yield
 
 
 def positions_moved(base: PreTrainedModel, by: int) -> RemovableHandle:

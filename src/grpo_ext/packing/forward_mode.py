@@ -47,7 +47,7 @@ class ForwardMode(NamedTuple):
         """Let TRL's forward of `base` score `completion` columns so; `support` as in `labelled_positions_only`."""
         with ExitStack() as stack:
             if self.positions:
-                stack.callback(count_positions(base).remove)
+                stack.enter_context(count_positions(base))
             if self.logits:
                 forward = _by_own_logits(base, completion, temperature, support)
                 stack.enter_context(temporarily(base, forward=forward))

@@ -5,6 +5,7 @@ That is on a CPU, and over the tokens that a truncated sampler kept.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -229,10 +230,9 @@ def _logit_gradient(
     return grad
 
 
-class HeadFunction(NamedTuple):
-    """Stands in for the autograd function that TRL's LM head calls."""
-
-    apply: Callable[..., Any]
+def head_function(apply: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Let TRL's LM head call `apply` in place of its autograd function, for a `with` block."""
+    return temporarily(utils, _ChunkedLogProbFunction=SimpleNamespace(apply=apply))
 
 
 def labelled_positions_only(
@@ -249,7 +249,7 @@ def labelled_positions_only(
         def apply(hidden: Tensor, *args: Any) -> Any:
             return LabelledLogProbs.apply(hidden, *args, support(len(hidden)))
 
-        return temporarily(utils, _ChunkedLogProbFunction=HeadFunction(apply))
+        return head_function(apply)
     if device.type != "cpu":
         return nullcontext()
-    return temporarily(utils, _ChunkedLogProbFunction=LabelledLogProbs)
+    return head_function(LabelledLogProbs.apply)

@@ -61,13 +61,13 @@ class Replayed:
         Raises:
             RuntimeError: they are not as many as the router chooses.
         """
-        given = self.experts[:, layer].long()
-        if given.shape != own.shape:
-            raise RuntimeError(f"replay_routes: {[*given.shape]} experts where layer {layer} chooses {[*own.shape]}")
-        known = given[:, :1] >= 0
-        differs = (given.sort(dim=1).values != own.sort(dim=1).values).any(dim=1, keepdim=True)
-        self.tally += torch.stack([(differs & known).sum(), known.sum()])
-        return torch.where(known, given, own)
+        experts = self.experts[:, layer].long()
+        if experts.shape != own.shape:
+            raise RuntimeError(f"replay_routes: {[*experts.shape]} experts where layer {layer} chooses {[*own.shape]}")
+        replayed = experts[:, :1] >= 0
+        differs = (experts.sort(dim=1).values != own.sort(dim=1).values).any(dim=1, keepdim=True)
+        self.tally += torch.stack([(differs & replayed).sum(), replayed.sum()])
+        return torch.where(replayed, experts, own)
 
 
 class _Choosing(TorchFunctionMode):
@@ -78,10 +78,10 @@ class _Choosing(TorchFunctionMode):
         self.choose, self.layer, self.count = choose, layer, count
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[1] != self.count:
-            return found
-        chosen = self.choose(self.layer, found.indices)
+            return result
+        chosen = self.choose(self.layer, result.indices)
         return torch.return_types.topk((args[0].gather(1, chosen), chosen))
 
 
@@ -97,11 +97,8 @@ def routed(base: PreTrainedModel, choose: Choose) -> Iterator[None]:
     def hand_out(module: nn.Module, args: object, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, kwargs | {_ARGUMENT: choose}
 
-    handle = text_model(base).base_model.register_forward_pre_hook(hand_out, with_kwargs=True)
-    try:
+    with text_model(base).base_model.register_forward_pre_hook(hand_out, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def _follow(layer: nn.Module, number: int, mixture: Any) -> None:
@@ -139,13 +136,13 @@ def padded(
         ValueError: a row has fewer routes than tokens.
     """
     active = mask.bool().cpu()
-    found = torch.full((*active.shape, *rows[0].shape[1:]), -1, dtype=torch.int16)
+    routes = torch.full((*active.shape, *rows[0].shape[1:]), -1, dtype=torch.int16)
     for number, (row, columns) in enumerate(zip(rows, active, strict=True)):
         places = columns.nonzero()[:, 0]
         if len(row) < len(places) - bool(columns[-completion:].any()):
             raise ValueError(f"replay_routes: {len(row)} routes for {len(places)} tokens of row {number}")
-        found[number, places[: len(row)]] = row[: len(places)].cpu().short()
-    return found.to(mask.device)
+        routes[number, places[: len(row)]] = row[: len(places)].cpu().short()
+    return routes.to(mask.device)
 
 
 # Where replay is exact.
@@ -153,10 +150,11 @@ def padded(
 
 def no_routes(base: PreTrainedModel) -> str | None:
     """Return why a model has no routes, by its modules only."""
-    known, found = len(mixtures_of(base)), sum(hasattr(module, "experts") for module in text_model(base).modules())
-    if not found:
+    layers = sum(hasattr(module, "experts") for module in text_model(base).modules())
+    if not layers:
         return f"{type(base).__name__} has no experts"
-    return None if found == known else f"{found - known} layers of {type(base).__name__} have experts of unknown form"
+    unknown = layers - len(mixtures_of(base))
+    return f"{unknown} layers of {type(base).__name__} have experts of unknown form" if unknown else None
 
 
 @torch.no_grad()
@@ -171,16 +169,15 @@ def replay_obstacle(base: PreTrainedModel) -> str | None:
         return sent[layer]
 
     def look(layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and layer in sent]
-        weights = [x for x in given if x.is_floating_point() and x.shape == sent[layer].shape]
-        if any(torch.equal(x, sent[layer]) for x in given) and all((x.isfinite() & (x != 0)).all() for x in weights):
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and layer in sent]
+        weights = [x for x in tensors if x.is_floating_point() and x.shape == sent[layer].shape]
+        if any(torch.equal(x, sent[layer]) for x in tensors) and all((x.isfinite() & (x != 0)).all() for x in weights):
             arrived.update([layer] * len(weights))
 
     ids = torch.arange(2, 14, device=base.device).view(2, 6) % base.config.get_text_config().vocab_size
     with ExitStack() as stack:
         for layer, mixture in mixtures.items():
-            handle = mixture.experts.register_forward_pre_hook(partial(look, layer), with_kwargs=True)
-            stack.callback(handle.remove)
+            stack.enter_context(mixture.experts.register_forward_pre_hook(partial(look, layer), with_kwargs=True))
         stack.enter_context(routed(base, others))
         try:
             base(input_ids=ids, use_cache=False)

@@ -247,14 +247,7 @@ class Scorer:
             self.rerouted = self.rerouted.to(ids.device) + replayed.tally
         return scores
 
-    def _packed(
-        self,
-        model: nn.Module,
-        ids: Tensor,
-        layout: Layout,
-        completion: int,
-        **extra: Any,
-    ) -> Scores:
+    def _packed(self, model: nn.Module, ids: Tensor, layout: Layout, completion: int, **extra: Any) -> Scores:
         with self.accelerator.autocast():
             return log_probs(model, self._base(model), ids, layout, completion, **extra)
 

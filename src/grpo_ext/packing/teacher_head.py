@@ -5,18 +5,15 @@ for the policy the divergence takes the place of log-probabilities, and passes t
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from trl.trainer import utils
 
-from grpo_ext.config.temporary import temporarily
 from grpo_ext.objective.divergence import logit_gradient, pointwise
-from grpo_ext.packing.lm_head import Form, HeadFunction, add_product, blocks, chunks, head_of, log_softmax, within
+from grpo_ext.packing.lm_head import Form, add_product, blocks, chunks, head_function, head_of, log_softmax, within
 
 
 class TeacherHead(NamedTuple):
@@ -123,7 +120,7 @@ def teacher_head(
         kept.append(TeacherHead(hidden, cast(Tensor, weight), bias, call.softcap, call.scale))
         return call.hidden.new_zeros(len(call.hidden)), None, None, None, None
 
-    with torch.no_grad(), _head_function(apply):
+    with torch.no_grad(), head_function(apply):
         score()
     return kept[0]
 
@@ -148,12 +145,8 @@ def divergence_from(
         every = values.new_zeros(len(call.hidden)).index_copy(0, places, values)
         return every, every.detach(), None, None, None
 
-    with _head_function(apply):
+    with head_function(apply):
         return score()
-
-
-def _head_function(apply: Callable[..., Any]) -> AbstractContextManager[None]:
-    return temporarily(utils, _ChunkedLogProbFunction=HeadFunction(apply))
 
 
 def _places(hidden: Tensor, labelled: Tensor, counted: Tensor) -> Tensor:

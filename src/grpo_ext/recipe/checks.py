@@ -10,11 +10,12 @@ from typing import Any
 from trl import DatasetMixtureConfig, ModelConfig
 
 from grpo_ext.config.adapters import adapter_problems, is_adapter
+from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.fields import outside
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.resuming import FRESH_START, noted, requested
-from grpo_ext.config.rules import as_far_as_sound, is_set
+from grpo_ext.config.rules import Conflict, Rule, as_far_as_sound, is_set
 from grpo_ext.config.settings import ADAPTED, row_of
 from grpo_ext.config.vllm import sharded_problem, splits_weights
 from grpo_ext.config.warnings import without_effect
@@ -29,7 +30,7 @@ from grpo_ext.recipe.parts import Recipe, RecipeArguments
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.rewards.protocol import ENVIRONMENT
 from grpo_ext.rewards.signatures import needs
-from grpo_ext.rollout.dynamic_sampling import TOTAL, judge_problems
+from grpo_ext.rollout.dynamic_sampling import judge_problems
 
 
 def part_problems(
@@ -44,12 +45,15 @@ def part_problems(
     `training` may hold values that are refused already (`config.rules`).
     """
     if model is not None:
-        yield from _model(model)
+        if not model.model_name_or_path:
+            cure = "Set it to a hub id, a folder or 'quickstart'."
+            yield Problem("model_name_or_path", None, "no model to train", cure)
+        yield from adapter_problems(model)
+        yield from outside(model)
         for rule in (_quantized, _loading):
             yield from as_far_as_sound(rule(training, model))
-    yield from as_far_as_sound(_evaluation(training))
-    yield from as_far_as_sound(_resume(training))
-    yield from as_far_as_sound(_output(training))
+    for rule_of_training in _OF_TRAINING:
+        yield from as_far_as_sound(rule_of_training(training))
     if script is not None:
         yield from outside(script)
         if sys.platform == "win32" and script.reward_workers != 0:
@@ -65,20 +69,6 @@ def _quantized(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]
     for name in ("load_in_4bit", "load_in_8bit"):
         if training.use_vllm and getattr(model, name) and splits_weights():
             yield sharded_problem(name, True)
-
-
-def _output(training: GRPOExtConfig) -> Iterator[Problem]:
-    if training.output_dir is not None and not training.output_dir.strip():
-        cure = "Name one, or leave it out: trainer_output."
-        yield Problem("output_dir", training.output_dir, "empty text is no folder", cure)
-
-
-def _model(model: ModelConfig) -> Iterator[Problem]:
-    if not model.model_name_or_path:
-        cure = "Set it to a hub id, a folder or 'quickstart'."
-        yield Problem("model_name_or_path", None, "no model to train", cure)
-    yield from adapter_problems(model)
-    yield from outside(model)
 
 
 def ignored_lora(written: Collection[str], model: ModelConfig) -> Iterator[Problem]:
@@ -114,18 +104,30 @@ def _loading(training: GRPOExtConfig, model: ModelConfig) -> Iterator[Problem]:
             yield Problem(f"model_init_kwargs.{key}", kwargs[key], "it overrides the setting", "Keep one.", beside)
 
 
-def _evaluation(training: GRPOExtConfig) -> Iterator[Problem]:
-    if training.do_eval and training.eval_strategy == "no":  # a script of one's own may evaluate by it
-        yield Problem("do_eval", True, "it evaluates at no step", "Remove it, or set eval_strategy: steps.")
-
-
-def _resume(training: GRPOExtConfig) -> Iterator[Problem]:
+def _resume(training: GRPOExtArguments) -> Iterator[Problem]:
     checkpoint: Any = training.resume_from_checkpoint
     wanted, before = requested(checkpoint), noted(Path(training.output_dir or "."))
     carried_out = before is not None and before.asked == wanted  # rotation may have deleted it since
     if wanted not in (None, FRESH_START) and not carried_out and not Path(checkpoint).is_dir():
         cure = f"Correct the path; 'last' takes the last one in output_dir, {FRESH_START!r} starts a new run."
         yield Problem("resume_from_checkpoint", checkpoint, "no such folder", cure)
+
+
+_OF_TRAINING: tuple[Rule, ...] = (
+    Conflict(  # a script of one's own may evaluate by it
+        "do_eval",
+        lambda c: c.do_eval and c.eval_strategy == "no",
+        "it evaluates at no step",
+        "Remove it, or set eval_strategy: steps.",
+    ),
+    _resume,
+    Conflict(
+        "output_dir",
+        lambda c: c.output_dir is not None and not c.output_dir.strip(),
+        "empty text is no folder",
+        "Name one, or leave it out: trainer_output.",
+    ),
+)
 
 
 def _data(script: RecipeArguments, data: DataConfig, mixture: DatasetMixtureConfig) -> Iterator[Problem]:
@@ -140,7 +142,7 @@ def _data(script: RecipeArguments, data: DataConfig, mixture: DatasetMixtureConf
 
 
 def unrewarded(
-    rewards: list[RewardSpec], training: GRPOExtConfig, environments: Sequence[EnvironmentSpec] = ()
+    rewards: list[RewardSpec], training: GRPOExtConfig, environments: Sequence[EnvironmentSpec]
 ) -> Iterator[Problem]:
     """Yield why no completion would be rewarded, and settings that name a reward which does not exist."""
     yield from compatibility.unpaid_problems(environments, [spec for spec in rewards if spec.weight])
@@ -148,13 +150,8 @@ def unrewarded(
     if rewards and not paid and not training.losses and not any(spec.weight for spec in rewards):
         yield Problem("reward_funcs", ABSENT, "every reward has the weight 0", "Give at least one another weight.")
     if names := [*(spec.name for spec in rewards), *paid]:
-        yield from as_far_as_sound(_judge(training, names))
+        yield from as_far_as_sound(judge_problems(training.dynamic_sampling, names))
         yield from as_far_as_sound(best_metric_problems(training.metric_for_best_model, names))
-
-
-def _judge(training: GRPOExtConfig, names: list[str]) -> Iterator[Problem]:
-    if training.dynamic_sampling != TOTAL:
-        yield from judge_problems(training.dynamic_sampling, names)
 
 
 # Warnings.

@@ -100,11 +100,12 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Tokenizer) -> list[Row]:
     elif is_generated(name):
         dataset = load_generated(name, data, chosen.split or "test", tokenizer, template)
     else:
+        whole_file = Path(chosen.dataset_name or "").expanduser().is_file()
         dataset, _ = load_datasets(
             name,
             dataclasses.replace(data, test_size=None),  # which holds rows out of the training data
             dataset_config=chosen.dataset_config if chosen.dataset_name else recipe.script.dataset_config,
-            train_split=chosen.split or _default_split(chosen, recipe),
+            train_split=chosen.split or ("train" if whole_file else recipe.script.dataset_test_split),
             test_split="",
             streaming=False,
             eval_needed=False,
@@ -119,12 +120,6 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Tokenizer) -> list[Row]:
         cure = did_you_mean(source, rows[0])
         raise DataError([Problem(f"eval_sets: {chosen.name}: source_column", source, "no such column", cure)])
     return rows
-
-
-def _default_split(chosen: EvalSet, recipe: Recipe) -> str:
-    """Return the recipe's test split, or all of a file."""
-    whole = Path(chosen.dataset_name or "").expanduser().is_file()
-    return "train" if whole else recipe.script.dataset_test_split
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

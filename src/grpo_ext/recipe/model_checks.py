@@ -22,7 +22,7 @@ from grpo_ext.config.routes import route_problem
 from grpo_ext.config.rules import as_far_as_sound, refusal
 from grpo_ext.config.truncation import scores_over_support, unbounded_problems
 from grpo_ext.config.vllm import adapter_problem, leaves_packed, quantized_problem, whole_weights
-from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.errors import ABSENT, ConfigError, Problem, first_line
 from grpo_ext.packing.routes import no_routes
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
 from grpo_ext.recipe.loading import load_tokenizer_of
@@ -99,7 +99,7 @@ def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) 
     try:
         config = AutoConfig.from_pretrained(whole, revision=revision, trust_remote_code=trust)
     except Exception as error:  # training would meet the same error
-        policy.unknown = _first_line(error)
+        policy.unknown = first_line(error)
         yield from _config_problems(str(model.model_name_or_path), error)
         return
     if config.is_encoder_decoder:  # GRPO in TRL would cut the text of a decoder beside an encoder
@@ -110,7 +110,7 @@ def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) 
     try:
         policy.empty = _build(config, trust)
     except Exception as error:
-        policy.unknown = _first_line(error)
+        policy.unknown = first_line(error)
         yield problem(f"no model can be made from its config.json ({policy.unknown})", "Correct it.")
     cure = "Save it there: AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)."
     if _lacks_tokenizer(name) and _lacks_tokenizer(whole):
@@ -120,15 +120,15 @@ def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) 
         policy.tokenizer = load_tokenizer_of(name, model.model_revision, trust)
     except Exception as error:
         if Path(name).is_dir():
-            yield problem(f"no tokenizer can be loaded from it ({_first_line(error)})", cure)
+            yield problem(f"no tokenizer can be loaded from it ({first_line(error)})", cure)
 
 
 def _build(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    known = getattr(transformers, (config.architectures or [""])[0], None)
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
-        if known is None:
+        if architecture is None:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        return known._from_config(config)
+        return architecture._from_config(config)
 
 
 _TOKENIZER_FILES = (
@@ -150,20 +150,15 @@ _UNKNOWN = ("trust_remote_code", "does not recognize this architecture", "is not
 def _config_problems(name: str, error: Exception) -> Iterator[Problem]:
     """Yield transformers' error about the configuration of a model; an unreachable hub is not a problem."""
     local = Path(name).expanduser().exists() and not _is_due_to(error, hub.LocalEntryNotFoundError)
-    told = any(words in str(error) for words in _UNKNOWN) or isinstance(error, KeyError)
-    if local or told or _is_due_to(error, *_OF_THE_HUB):
-        yield Problem("model_name_or_path", name, _first_line(error), "")
+    unknown = any(words in str(error) for words in _UNKNOWN) or isinstance(error, KeyError)
+    if local or unknown or _is_due_to(error, *_OF_THE_HUB):
+        yield Problem("model_name_or_path", name, first_line(error), "")
 
 
 def _is_due_to(error: BaseException | None, *kinds: type[BaseException]) -> bool:
     while error is not None and not isinstance(error, kinds):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error, or its kind."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 # The settings of the recipe.
@@ -230,8 +225,8 @@ def _adapter_problems(
             config: Any = PeftConfig.from_pretrained(str(Path(name).expanduser()))
             if config.is_prompt_learning:
                 raise ValueError("it loads a saved prompt to use it, not to train it further")
-            if found := [*peft_problems(config)]:
-                yield from found
+            if problems := [*peft_problems(config)]:
+                yield from problems
                 return
             config.inference_mode, config.base_model_name_or_path = False, None  # PEFT would warn of its new name
             if init := getattr(config, "init_lora_weights", None):  # PiSSA and others read weights; these have none
@@ -242,15 +237,15 @@ def _adapter_problems(
         except NotImplementedError:  # an initialisation that reads weights
             return
         except Exception as error:
-            reason = f"PEFT cannot put this adapter on its base ({_first_line(error)})"
+            reason = f"PEFT cannot put this adapter on its base ({first_line(error)})"
             yield Problem("model_name_or_path", name, reason, "Name another adapter.")
             return
     elif not model.use_peft:
         if training.use_vllm and training.vllm_push == "adapter":
             yield adapter_problem("all weights are trained")
         return
-    elif found := [*_unmatched(empty, model)]:
-        yield from found
+    elif problems := [*_unmatched(empty, model)]:
+        yield from problems
         return
     else:
         try:
@@ -268,8 +263,8 @@ def _push_problems(
     policy: InspectedPolicy, adapted: PeftModel, model: ModelConfig, training: GRPOExtConfig
 ) -> Iterator[Problem]:
     """Choose what a push sends, and yield why it cannot be the adapter if the recipe asks for it."""
-    given = as_mapping(training.model_init_kwargs).get("quantization_config")
-    packed = QUANTIZED if model.load_in_4bit or model.load_in_8bit or given else None
+    quantization = as_mapping(training.model_init_kwargs).get("quantization_config")
+    packed = QUANTIZED if model.load_in_4bit or model.load_in_8bit or quantization else None
     if (reason := whole_weights(training) or packed or unheld(adapted)) is not None:
         policy.push = f"whole weights, with the adapter merged: {reason}"
         if training.vllm_push == "adapter":
@@ -287,8 +282,8 @@ def _teacher_problems(policy: InspectedPolicy, training: GRPOExtConfig) -> Itera
         policy.taught += policy.parameters  # elsewhere an adapter is switched off, or the reference teaches
     for name in sorted(names - {INITIAL}):
         teacher = InspectedPolicy()
-        found = [*_load(teacher, ModelConfig(model_name_or_path=name), training)]
-        yield from (replace(problem, field=TEACHER) for problem in found)
+        problems = [*_load(teacher, ModelConfig(model_name_or_path=name), training)]
+        yield from (replace(problem, field=TEACHER) for problem in problems)
         if teacher.empty is not None:
             policy.taught += sum(p.numel() for p in teacher.empty.parameters())
         if policy.tokenizer is not None and teacher.tokenizer is not None:

@@ -85,7 +85,8 @@ def parse_parts(values: Mapping[str, Any], args: Sequence[str], folder: Path | N
             if part is not GRPOExtConfig:  # which checks its types itself
                 sound, wrong = sound_values(part, argparse.Namespace(**part_values), _ALSO)
                 problems += wrong
-            parsed = part(**_with_whole_paths(sound, folder))
+            functions = {key: sound[key] for key in sound.keys() & FUNCTIONS if isinstance(sound[key], str)}
+            parsed = part(**sound | {key: located(path, folder) for key, path in functions.items()})
         except ConfigError as error:
             problems += error.problems
         except OF_THE_OWNERS as error:
@@ -112,12 +113,6 @@ def _part_values(part: Any, values: Mapping[str, Any], args: Sequence[str], unre
         unread += unknown(key, part_values[key])
         part_values[key] = expand(key, part_values[key])
     return part_values
-
-
-def _with_whole_paths(values: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Return values in which a function in a file is named by the whole path of the file."""
-    paths = {key: values[key] for key in values.keys() & FUNCTIONS if isinstance(values[key], str)}
-    return values | {key: located(path, folder) for key, path in paths.items()}
 
 
 def _refused(values: Mapping[str, Any] | None) -> GRPOExtConfig:

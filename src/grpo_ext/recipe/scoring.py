@@ -60,7 +60,10 @@ def score_rows(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> ScoredR
         ConfigError: a reward that only TRL can load, or a column with the name of a reward's option.
         RewardError: a reward failed, and its failure ends the run.
     """
-    functions = [_offline(function) for function in runtime.functions]
+    if by_trl := next((function for function in runtime.functions if isinstance(function, str)), None):
+        cure = "Use reward_model to score it offline."
+        raise ConfigError([Problem("reward_funcs", by_trl, "TRL loads it, for training only", cure)])
+    functions: list[Component] = runtime.functions
     rewards: dict[str, list[float | None]] = {function.spec.name: [] for function in functions}
     metrics, extras = defaultdict[str, list[float]](list), dict[str, list[object]]()
     names = {name for row in rows for name in row} - set(PLURALS.values())
@@ -68,7 +71,6 @@ def score_rows(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> ScoredR
         batch = rows[start : start + BATCH]
         columns: dict[str, object] = {plural: [row[name] for row in batch] for plural, name in PLURALS.items()}
         columns |= {name: [row.get(name) for row in batch] for name in names - set(columns)}
-
         columns |= {"trainer_state": SimpleNamespace(global_step=0, max_steps=recipe.training.max_steps)}
         for function in functions:
             scores = function.scores(columns)
@@ -85,13 +87,6 @@ def score_rows(recipe: Recipe, rows: Sequence[Row], runtime: Runtime) -> ScoredR
     keys = [json.dumps([row.get("step"), row["prompt"]]) for row in rows]
     total, advantages = grouped(recipe.training.objective, values, weights, keys)
     return ScoredRows(list(rows), rewards, total.tolist(), advantages.tolist(), metrics, extras)
-
-
-def _offline(function: Component | str) -> Component:
-    if isinstance(function, str):
-        cure = "Use reward_model to score it offline."
-        raise ConfigError([Problem("reward_funcs", function, "TRL loads it, for training only", cure)])
-    return function
 
 
 def grouped(objective: Objective, values: Tensor, weights: Tensor, keys: Sequence[str]) -> tuple[Tensor, Tensor]:

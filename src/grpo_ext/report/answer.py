@@ -49,13 +49,11 @@ class _Change(NamedTuple):
         """Return one sentence without its end."""
         rise = self.after.mean - self.before.mean
         verb = "rose" if rise > 0 else "fell" if rise < 0 else "stayed"
-        return f"{self.name} {verb} from {self.before} to {self.after}{self._by_prompt()}"
-
-    def _by_prompt(self) -> str:
+        change = f"{self.name} {verb} from {self.before} to {self.after}"
         if self.paired is None:
-            return ""
+            return change
         mean, low, high, prompts = self.paired
-        return f", by prompt {mean:+.3g} ({low:+.3g} to {high:+.3g}) over {prompts} prompts"
+        return f"{change}, by prompt {mean:+.3g} ({low:+.3g} to {high:+.3g}) over {prompts} prompts"
 
 
 def held_out(run: RunFolder) -> list[_Change]:

@@ -5,7 +5,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -104,7 +104,7 @@ def _tables(runs: Sequence[RunFolder], groups: Sequence[Group]) -> dict[str, Any
     keys = sorted({key for run in runs for key, value in run.record.items() if value is not None})
     return {
         "several": several,
-        "heads": partial(_heads, runs),
+        "heads": lambda first: [first, *(run.name for run in runs)],
         "by_seed": [row for group in groups for row in group.changes()] if len(groups) < len(runs) else [],
         "answers": [f"{_prefix(run, runs)}{answer.sentence(run)}" for run in runs],
         "answer_rows": _joined([_answer(run) for run in runs]),
@@ -115,10 +115,6 @@ def _tables(runs: Sequence[RunFolder], groups: Sequence[Group]) -> dict[str, Any
         "evaluations": (evaluations := list(_evaluations(runs))[:30]),
         "evaluation": bool(evaluations),
     }
-
-
-def _heads(runs: Sequence[RunFolder], first: str) -> list[str]:
-    return [first, *(run.name for run in runs)]
 
 
 def _joined(by_run: Sequence[Mapping[str, str]]) -> _Rows:
@@ -198,11 +194,7 @@ def _values(shown: Sequence[Curve], names: Sequence[str]) -> Iterator[list[str]]
         for place, band in curve.lines.items():
             means = [value for value in band.mean if not math.isnan(value)]
             name = [names[place]] if len(names) > 1 else []
-            yield [
-                _clip(curve.name, 200),
-                *name,
-                *(f"{v:.4g}" for v in (means[0], means[-1], min(means), max(means))),
-            ]
+            yield [_clip(curve.name, 200), *name, *(f"{v:.4g}" for v in (means[0], means[-1], min(means), max(means)))]
 
 
 # Evaluations and completions.

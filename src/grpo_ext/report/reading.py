@@ -80,13 +80,9 @@ class RunFolder:
                 if name != "step" and (value is None or isinstance(value, int | float)):
                     steps, values = series.setdefault(name, ([], []))
                     steps.append(row["step"])
-                    values.append(_number(value))
+                    # NaN also for what no axis can be drawn for
+                    values.append(math.nan if value is None or abs(value) >= 1e300 else float(value))
         return {name: s for name, s in series.items() if not all(map(math.isnan, s[1]))}
-
-
-def _number(value: float | None) -> float:
-    """Return a value that an axis can be drawn for, else NaN."""
-    return float(value) if value is not None and abs(value) < 1e300 else math.nan
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[RunFolder]:

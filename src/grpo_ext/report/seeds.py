@@ -85,14 +85,16 @@ def grouped(runs: Sequence[RunFolder]) -> list[Group]:
     for run in runs:
         key = tuple(_value(run, key) for key in differing) if run.record else (str(run.folder),)
         by_settings.setdefault(key, []).append(run)
-    parts = [part for members in by_settings.values() for part in ([members] if _seeded(members) else _each(members))]
+    parts = [
+        part
+        for members in by_settings.values()
+        for part in ([members] if _seeded(members) else [[run] for run in members])
+    ]
     naming = [key for key in differing if "." not in key and key != "model"]
     by_name = len(parts) < len(runs) and 0 < len(naming) <= _NAMING
-    return [Group(_name(part, naming) if by_name else _named_by_runs(part), part) for part in parts]
-
-
-def _each(members: Sequence[RunFolder]) -> list[list[RunFolder]]:
-    return [[run] for run in members]
+    if by_name:
+        return [Group(_name(part, naming), part) for part in parts]
+    return [Group(part[0].name + (f" and {len(part) - 1} more" if len(part) > 1 else ""), part) for part in parts]
 
 
 def _seeded(members: Sequence[RunFolder]) -> bool:
@@ -102,10 +104,6 @@ def _seeded(members: Sequence[RunFolder]) -> bool:
 
 def _value(run: RunFolder, key: str) -> str:
     return repr(run.record.get(key))
-
-
-def _named_by_runs(members: Sequence[RunFolder]) -> str:
-    return members[0].name + (f" and {len(members) - 1} more" if len(members) > 1 else "")
 
 
 def _name(members: Sequence[RunFolder], naming: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from grpo_ext.objective.options import Ascending, Within
 from grpo_ext.registry import did_you_mean, located
 from grpo_ext.rewards.catalogue import rewards
 from grpo_ext.rewards.protocol import OptionError, Reward
-from grpo_ext.rewards.signatures import callable_name, function_options, is_async
+from grpo_ext.rewards.signatures import callable_name, function_options, is_async, parameters_of
 from grpo_ext.safe_reading import finite
 
 
@@ -106,6 +106,7 @@ def parse_rewards(
     for index, entry in enumerate(entries):
         if callable(entry):
             specs.append(RewardSpec(_name_of(entry), entry))
+            problems += _column_problems(f"reward_funcs[{index}]", entry, callable_name(entry))
             continue
         parsed = _Entry(f"reward_funcs[{index}]", {"name": entry} if isinstance(entry, str) else entry, folder)
         entry_problems = list(parsed.problems())
@@ -225,9 +226,7 @@ class _Entry:
         if options is None:
             return
         name = self.function if isinstance(self.function, str) else callable_name(self.function)
-        if all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(target).parameters.values()):
-            reason = "the function does not take **kwargs, but TRL passes it every dataset column"
-            yield self._problem("", name, reason, "Add **kwargs.")
+        yield from _column_problems(self.place, target, name)
         defaults = {key: p.default for key, p in options.items() if p.default is not p.empty}
         spec = Spec({key: _hint(target, key) for key in options}, defaults, owner=name)
         problems = list(spec.problems(f"{self.place}.kwargs", self.kwargs))
@@ -270,6 +269,14 @@ class _Entry:
 
 def _is_model(function: object) -> bool:
     return isinstance(function, str) and "/" in function and ":" not in function and not function.endswith(".py")
+
+
+def _column_problems(place: str, function: Reward, name: str) -> Iterator[Problem]:
+    """Yield why TRL could not call a function; a builtin without a signature takes what it takes."""
+    parameters = parameters_of(function)
+    if parameters is not None and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        reason = "it does not take **kwargs, but TRL passes it every dataset column"
+        yield Problem(place, name, reason, "Add **kwargs.")
 
 
 def _stays_here(function: Reward, kwargs: Mapping[str, object]) -> bool:

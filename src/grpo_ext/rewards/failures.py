@@ -32,14 +32,6 @@ def from_outside(error: BaseException) -> bool:
     return isinstance(error, GeneratorExit | Interrupted)
 
 
-def nan_warning(name: str, nans: int, total: int) -> str:
-    """Return the warning about a reward that returned NaN."""
-    return (
-        f"reward {name!r} returned NaN for {nans} of {total} completions. NaN counts as None: it "
-        f"does not score them. This is reported once; rewards/{name}/nan_frac counts it."
-    )
-
-
 def report(spec: RewardSpec, columns: Columns, failed: Sequence[tuple[int, str]], folder: Path | None) -> str:
     """Save the failed rows (row, reason) in `folder` and return one line about them."""
     process, step = rank(), getattr(columns.get("trainer_state"), "global_step", 0)

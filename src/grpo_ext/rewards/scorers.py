@@ -12,7 +12,6 @@ from grpo_ext.config.weight_schedule import weight_at
 from grpo_ext.rewards.calls import LATE, Calls, call, call_async
 from grpo_ext.rewards.columns import Columns, row_count, take
 from grpo_ext.rewards.composition import RewardSpec
-from grpo_ext.rewards.failures import nan_warning
 from grpo_ext.rewards.outcomes import Scores, read_value, turn_counts
 from grpo_ext.rewards.signatures import callable_name, is_async
 from grpo_ext.rewards.workers.pool import Outcome, Status
@@ -85,7 +84,11 @@ class Scorer(ABC):
     def _warn_of_nan(self, scores: Scores) -> None:
         if scores.nans and not self._has_returned_nan:
             self._has_returned_nan = True
-            logger.warning(nan_warning(self.__name__, scores.nans, len(scores.values)))
+            name, total = self.__name__, len(scores.values)
+            logger.warning(
+                f"reward {name!r} returned NaN for {scores.nans} of {total} completions. NaN counts as None: it does "
+                f"not score them. This is reported once; rewards/{name}/nan_frac counts it."
+            )
 
 
 class OwnFunction(Scorer):

@@ -14,7 +14,7 @@ TRL_ARGUMENTS = (
 
 def function_options(function: Reward) -> dict[str, inspect.Parameter] | None:
     """Return the keyword-only parameters, which a recipe may set; None if the signature cannot be read."""
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if parameters is None:
         return None
     return {p.name: p for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in TRL_ARGUMENTS}
@@ -22,7 +22,7 @@ def function_options(function: Reward) -> dict[str, inspect.Parameter] | None:
 
 def asks(function: Reward, name: str) -> bool:
     """Return whether it may read an argument; `**kwargs` may read any, `**_` none."""
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if parameters is None or name in parameters:
         return True
     return any(p.kind is p.VAR_KEYWORD and not p.name.startswith("_") for p in parameters.values())
@@ -30,12 +30,13 @@ def asks(function: Reward, name: str) -> bool:
 
 def needs(function: Reward) -> list[str]:
     """Return the dataset's columns without which it cannot be called."""
-    parameters = (_parameters(function) or {}).values()
+    parameters = (parameters_of(function) or {}).values()
     required = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     return [name for name in required if name not in TRL_ARGUMENTS]
 
 
-def _parameters(function: Reward) -> Mapping[str, inspect.Parameter] | None:
+def parameters_of(function: Reward) -> Mapping[str, inspect.Parameter] | None:
+    """Return its parameters by name; None if the signature cannot be read."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):

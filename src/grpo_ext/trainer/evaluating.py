@@ -11,13 +11,13 @@ import torch
 from accelerate import Accelerator
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from trl.trainer.utils import nanstd
 
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.objective.combinations import weighted_total
 from grpo_ext.objective.objective import Objective
 from grpo_ext.objective.ratios import widest
-from grpo_ext.trainer.advantages import group_shares
+from grpo_ext.trainer.advantages import group_shares, reward_figures
+from grpo_ext.trainer.log import length_figures
 
 
 @dataclass
@@ -49,26 +49,21 @@ class Evaluated:
     def add_completions(
         self, ids: list[list[int]], tool_mask: list[list[int]] | None, ends: set[int], accelerator: Accelerator
     ) -> None:
-        """Add the lengths of this process's completions, and whether they were truncated; before `add_rewards`."""
+        """Add the lengths of this process's completions, and whether they were truncated; before `mask_fillers`."""
         lengths = [len(row) for row in ids] if tool_mask is None else [sum(mask) for mask in tool_mask]
         local = torch.tensor([lengths, [row[-1] not in ends for row in ids]], device=accelerator.device)
         self.lengths.append(accelerator.gather(local.T.contiguous()).cpu())
 
-    def add_rewards(self, rewards: Float[Tensor, "rows functions"]) -> int:
-        """Add the rewards of a batch of all processes; return how many of its rows are not fillers."""
-        real = len(rewards) if self.rows is None else min(len(rewards), self.rows - self.seen)
+    def mask_fillers(self, mask: Int[Tensor, "batch time"], rewards: Tensor, rank: int) -> Int[Tensor, "batch time"]:
+        """Add the rewards of a batch of all processes, and return this one's completion mask, 0 for filler rows."""
+        real, local = len(rewards) if self.rows is None else min(len(rewards), self.rows - self.seen), len(mask)
         self.seen += len(rewards)
         self.rewards.append(rewards[:real])
         self.lengths[-1] = self.lengths[-1][:real]
-        return real
-
-    def mask_fillers(self, mask: Int[Tensor, "batch time"], rewards: Tensor, rank: int) -> Int[Tensor, "batch time"]:
-        """Add the rewards of a batch, and return this process's completion mask, 0 for filler rows."""
-        real, local = self.add_rewards(rewards), len(mask)
         return mask * (torch.arange(local, device=mask.device) + rank * local < real)[:, None]
 
     def add_zero_variance(self, zero_variance: Bool[Tensor, " groups"], group: int) -> None:
-        """Add which groups of the batch have no advantage, after `add_rewards`."""
+        """Add which groups of the batch have no advantage, after `mask_fillers`."""
         self.zero_variance.append(zero_variance[: len(self.rewards[-1]) // group])
 
     def figures(
@@ -76,20 +71,12 @@ class Evaluated:
     ) -> dict[str, float]:
         """Return TRL's metrics: each reward of `names`, their total, lengths; `group` completions to a prompt."""
         rewards = torch.cat(self.rewards).double()
-        figures = {}
-        for column, name in zip(rewards.unbind(dim=1), names, strict=True):
-            figures[f"rewards/{name}/mean"], figures[f"rewards/{name}/std"] = column.nanmean(), nanstd(column)
         grouped = rewards.view(-1, group, rewards.shape[1])
         total = weighted_total(grouped, weights.to(grouped), missing=objective.missing_rewards)
-        figures["reward"], figures["reward_std"] = total.nanmean(), nanstd(total)
-        figures["advantages/zero_variance_groups"] = torch.cat(self.zero_variance).double().mean()
+        figures = reward_figures(rewards, total, names)
+        figures["advantages/zero_variance_groups"] = torch.cat(self.zero_variance).double().mean().item()
         lengths, cut = torch.cat(self.lengths).double().unbind(dim=1)
-        figures["completions/clipped_ratio"] = cut.mean()
-        ended = lengths[cut == 0] if (cut == 0).any() else lengths.new_zeros(1)
-        for kind, values in (("", lengths), ("terminated_", ended)):
-            for figure in ("mean", "min", "max"):
-                figures[f"completions/{figure}_{kind}length"] = getattr(values, figure)()
-        return {name: value.item() for name, value in figures.items()} | group_shares(grouped, names)
+        return figures | length_figures(lengths, cut) | group_shares(grouped, names)
 
 
 def batch_weight(objective: Objective, totals: StepTotals) -> Float[Tensor, ""]:

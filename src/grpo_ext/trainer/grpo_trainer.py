@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from grpo_ext.config.adapters import make_portable
+from grpo_ext.config.adapters import checkpointing_problems, make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.loss import idle_clip
 from grpo_ext.config.mappings import as_mapping
-from grpo_ext.config.models import model_problems
 from grpo_ext.config.precision import precision
 from grpo_ext.config.truncation import adapter_problems, scores_over_support
 from grpo_ext.data.messages import described
@@ -175,7 +174,7 @@ class GRPOExtTrainer(LossHooks):
         train = None if ready.environments or any(ready.rollouts.values()) else data.train
         problems = *quantized_problems(args, self.model, None), *adapter_problems(args, adds_tokens(self.model))
         problems += (
-            *model_problems(args, cast(Any, self.model)),
+            *checkpointing_problems(args, cast(Any, self.model)),
             *name_problems(args, data.evaluation, self.reward_func_names),
         )
         if problems:

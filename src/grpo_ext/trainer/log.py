@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from jaxtyping import Float
+from torch import Tensor
 from transformers import TrainerState
 
 from grpo_ext.data.messages import described
@@ -57,11 +59,7 @@ class Log:
         if self.mode == "train":
             state.num_input_tokens_seen += int((prompts.sum() + completions.sum()).item())
         self.figures[self.mode]["num_tokens"] = [state.num_input_tokens_seen]
-        self.add("completions/clipped_ratio", is_cut.float().mean().item())
-        ended = completions[is_cut == 0] if (is_cut == 0).any() else completions.new_zeros(1)
-        for kind, values in (("", completions.float()), ("terminated_", ended.float())):
-            for figure in ("mean", "min", "max"):
-                self.add(f"completions/{figure}_{kind}length", getattr(values, figure)().item())
+        self.add_all(length_figures(completions.float(), is_cut.float()))
 
     def add_figures_of_rewards(self) -> None:
         """Log what the reward functions of all processes have logged, each as a mean over its values; collective."""
@@ -95,3 +93,13 @@ class Log:
             table["extra"][column].extend(gather_object(shown[2].get(column, [None] * count)))
         if generated.images is not None and images:
             table["images"].extend(gather_object(generated.images))
+
+
+def length_figures(lengths: Float[Tensor, " rows"], cut: Float[Tensor, " rows"]) -> dict[str, float]:
+    """Return TRL's figures of the lengths of completions, and of those that were not `cut`."""
+    ended = lengths[cut == 0] if (cut == 0).any() else lengths.new_zeros(1)
+    figures = {"completions/clipped_ratio": cut.mean().item()}
+    for kind, values in (("", lengths), ("terminated_", ended)):
+        for figure in ("mean", "min", "max"):
+            figures[f"completions/{figure}_{kind}length"] = getattr(values, figure)().item()
+    return figures

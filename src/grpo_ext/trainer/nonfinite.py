@@ -118,8 +118,7 @@ class NonFiniteGuard:
             NonFiniteError: NaN or inf was found, and `on_nonfinite` is not 'skip'; on all processes.
         """
         named = [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.grad is not None]
-        ours = not self._deepspeed and self._torch_clips([p.grad for _, p in named])
-        if not ours:
+        if self._deepspeed or not self._torch_clips([p.grad for _, p in named]):
             norm = stock()
             self._settle(norm, named)
             return norm
@@ -187,7 +186,11 @@ class NonFiniteGuard:
         if again:
             text += f" It is the {IN_A_ROW}rd step in a row that is skipped: the run does not recover, and stops."
         if again or not self.skips:
-            raise NonFiniteError(f"{text} {self._cure(again)}")
+            skip = "" if again else ", or set on_nonfinite: skip to skip such steps"
+            raise NonFiniteError(
+                f"{text} It was found before the optimizer step: weights, optimizer and checkpoints are untouched. "
+                f"Look at the batch, lower learning_rate or max_grad_norm, train in another precision{skip}."
+            )
         if self.trainer.accelerator.is_main_process:
             logger.warning(f"{text} The step is skipped (on_nonfinite: skip); weights and optimizer stay as they are.")
         cast(Optimizer, self.trainer.optimizer).zero_grad(set_to_none=True)
@@ -237,13 +240,6 @@ class NonFiniteGuard:
         several = len(findings) > 1 and findings[0].tensor != "gradient"
         also = f" (found on {len(findings)} ranks)" if several else ""
         return f"Step {self.step} of {self.trainer.state.max_steps}: {first}{also}. {kept}".rstrip()
-
-    def _cure(self, again: bool) -> str:
-        skip = "" if again else ", or set on_nonfinite: skip to skip such steps"
-        return (
-            "It was found before the optimizer step: weights, optimizer and checkpoints are untouched. Look at the "
-            f"batch, lower learning_rate or max_grad_norm, train in another precision{skip}."
-        )
 
     def save(self, report: dict[str, Any], observed: Sequence[ObservedBatch] = ()) -> str:
         """Write this rank's findings and batch; return a sentence if that failed, and "" otherwise."""

@@ -4,6 +4,7 @@ TRL switches a new adapter off, and copies a trained one. Neither is the policy 
 rewritten, where more than the adapter's layers is trained, or where an adapter does not start at zero.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -107,6 +108,13 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a policy that is not trained."""
+    copied = copy.deepcopy(model).eval().requires_grad_(False)
+    vars(copied).pop("forward", None)  # TRL's, which would run the policy's weights
+    return copied
 
 
 # Checks.

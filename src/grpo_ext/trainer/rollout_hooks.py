@@ -172,7 +172,10 @@ class RolloutHooks(Lifecycle):
     def _generate(self, prompts: list) -> Generated:
         if self.use_vllm and self.collector.inference_engine is not None and self.model.training:
             self._last_loaded_step = self.state.global_step  # TRL would push below running requests
-        by_trl = self._turns_by_trl
+        turns = getattr(self._generate_single_turn, "__func__", None)
+        # TRL's loop completes rows: it calls tools, a rollout function, and the turns of a subclass
+        by_trl = bool(self.tools) or self.rollout_func is not None or self.environment_factories is not None
+        by_trl = by_trl or turns is not RolloutHooks._generate_single_turn
         with self._times.during("rollout"), sampling(self.model, self.state):
             if by_trl:
                 needed = self._sampler_corrected or (self.use_vllm and self.args.old_logps != "recomputed")
@@ -188,13 +191,6 @@ class RolloutHooks(Lifecycle):
         if self._evaluated is not None:
             self._evaluated.add_completions(generated.completion_ids, generated.tool_mask, ends, self.accelerator)
         return generated
-
-    @property
-    def _turns_by_trl(self) -> bool:
-        """Whether TRL's loop completes rows: it calls tools, a rollout function, and the turns of a subclass."""
-        turns = getattr(self._generate_single_turn, "__func__", None)
-        own = turns is RolloutHooks._generate_single_turn
-        return bool(self.tools or self.rollout_func is not None or self.environment_factories is not None or not own)
 
     def _generate_single_turn(
         self,

@@ -14,7 +14,7 @@ from trl.trainer.utils import create_model_from_path
 
 from grpo_ext.config.adapters import with_adapter
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.errors import ABSENT, ConfigError, Problem
+from grpo_ext.errors import ABSENT, ConfigError, Problem, first_line
 from grpo_ext.packing.scorer import in_evaluation
 from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.vllm.weights import is_quantised
@@ -63,7 +63,8 @@ def _unwritable(model: Any, processor: Any, folder: Path) -> Iterator[Problem]:
         except OSError:
             raise
         except Exception as error:
-            reason = f"it cannot be written, and the first save would end the run: {_summary(error)}"
+            what = f"{type(error).__name__}: {first_line(error)}"
+            reason = f"it cannot be written, and the first save would end the run: {what}"
             yield Problem(name, ABSENT, reason, "Correct it in the model's folder or on the object that is given.")
 
 
@@ -90,7 +91,7 @@ def _loaded_otherwise(model: PeftModel, tokenizer: Any, folder: Path, args: GRPO
         ids = made_up(tokenizer, base.config.get_text_config().vocab_size, device)
         distance = (_logps(loaded.to(device), ids) - _logps(model, ids)).abs().max().item()
     except Exception as error:
-        return problem(f"PEFT cannot load what it saves ({_summary(error)})", cure)
+        return problem(f"PEFT cannot load what it saves ({type(error).__name__}: {first_line(error)})", cure)
     if distance <= (TOLERANCE if model.dtype.itemsize >= 4 else HALF):
         return None
     reason = (
@@ -118,7 +119,3 @@ def _base_on_disk(model: PeftModel, args: GRPOExtConfig) -> PreTrainedModel | No
 def _logps(model: Any, ids: Tensor) -> Tensor:
     with in_evaluation(model):
         return model(input_ids=ids).logits[:, -ids.shape[1] :].float().log_softmax(-1)
-
-
-def _summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"

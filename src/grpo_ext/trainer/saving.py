@@ -17,7 +17,7 @@ from torch import nn
 from transformers.utils.hub import hf_api
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.errors import ConfigError, OutOfMemory, Problem
+from grpo_ext.errors import ConfigError, OutOfMemory, Problem, first_line
 from grpo_ext.objective.objective import Objective
 from grpo_ext.rollout.random_streams import random_state
 from grpo_ext.rollout.vllm.drift import DriftCheck
@@ -249,8 +249,7 @@ class Saving(GRPOTrainer):
                 branch, token = self.args.hub_revision, token or self.args.hub_token
                 hf_api().create_branch(str(self.hub_model_id), branch=branch, token=token, exist_ok=True)
         except (httpx.HTTPError, OSError, ValueError) as error:
-            detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            reason = f"the hub cannot be reached, or refuses ({detail})"
+            reason = f"the hub cannot be reached, or refuses ({first_line(error)})"
             cure = "Check hub_model_id, the token (hf auth whoami) and the network, or set push_to_hub: false."
             raise ConfigError([Problem("push_to_hub", True, reason, cure)]) from error
 

@@ -1,6 +1,5 @@
 """Checks and prepares what a trainer is given: arguments, datasets, rewards, environments, the policy's reference."""
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,9 +40,9 @@ from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.registry import did_you_mean
 from grpo_ext.rewards.composition import RewardSpec, parse_rewards
 from grpo_ext.rewards.runtime import Component, Runtime
-from grpo_ext.rewards.signatures import callable_name
 from grpo_ext.rollout.vllm.lazy_import import grpo_trainer
 from grpo_ext.trainer.episodes import environment_reward
+from grpo_ext.trainer.reference import frozen_copy
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,14 +64,14 @@ ROLLOUTS = ("rollout_func", "environment_factory", "tools")
 
 def named_arguments(init: Callable[P, None]) -> Callable[P, None]:
     """Make `init` answer an unknown argument with the nearest known one."""
-    known = [name for name in inspect.signature(init).parameters if name != "self"]
+    arguments = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
         for name in kwargs:
-            if name not in known:
+            if name not in arguments:
                 owner = init.__qualname__.partition(".")[0]
-                raise TypeError(f"{owner} has no argument {name!r}. {did_you_mean(name, known)}")
+                raise TypeError(f"{owner} has no argument {name!r}. {did_you_mean(name, arguments)}")
         init(*args, **kwargs)
 
     return checked
@@ -223,13 +222,7 @@ def reference_from(model: Model, args: GRPOExtConfig, peft_config: object) -> Ab
         return temporarily(args, beta=0.0)
     if not isinstance(model, PreTrainedModel) or args.beta == 0.0 or peft_config is not None:
         return nullcontext()
-
-    def copy_policy(_: str, **kwargs: object) -> PreTrainedModel:
-        reference = copy.deepcopy(model).eval().requires_grad_(False)
-        vars(reference).pop("forward", None)  # an earlier trainer's, which would still run the policy's weights
-        return reference
-
-    return temporarily(grpo_trainer, create_model_from_path=copy_policy)
+    return temporarily(grpo_trainer, create_model_from_path=lambda *_, **__: frozen_copy(model))
 
 
 def widen_trained(model: nn.Module) -> None:
@@ -273,7 +266,9 @@ def _with_rewards(
     entries = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else reward_funcs
     specs, found = parse_rewards(entries, args.reward_weights)
     for i, entry in enumerate(entries if isinstance(entries, list) else ()):
-        found += _call_problems(f"reward_funcs[{i}]", entry)
+        if isinstance(entry, Mapping) and isinstance(entry.get("func"), nn.Module):
+            cure = "List the model itself, without a mapping, and set its weight in reward_weights."
+            found.append(Problem(f"reward_funcs[{i}]", entry, "TRL scores a loaded model", cure))
     if found:
         problems += found
         return ready, ([], [])
@@ -299,19 +294,3 @@ def name_problems(args: GRPOExtConfig, evaluation: object, names: Sequence[str])
         yield Problem("reward_funcs", ABSENT, reason, "Give each its own name.")
     if isinstance(evaluation, Mapping) and evaluation:
         yield from best_metric_problems(args.metric_for_best_model, names, [*map(str, evaluation)])
-
-
-def _call_problems(field: str, function: object) -> Iterator[Problem]:
-    """Find why TRL could not call a user's function."""
-    if isinstance(function, Mapping) and isinstance(function.get("func"), nn.Module):
-        cure = "List the model itself, without a mapping, and set its weight in reward_weights."
-        yield Problem(field, function, "TRL scores a loaded model", cure)
-    if not callable(function) or isinstance(function, nn.Module | Component):
-        return
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature
-        return
-    if all(p.kind is not p.VAR_KEYWORD for p in parameters):
-        reason = "it does not take **kwargs, but TRL passes it every dataset column"
-        yield Problem(field, callable_name(function), reason, "Add **kwargs.")

@@ -233,13 +233,12 @@ LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", ASKED)
 """Variables that torchrun, accelerate and `grpo-ext train` set for the processes that they start."""
 
 
-def watch_parent() -> bool:
-    """Watch the launcher and the command that started it; return False where no launcher started this process."""
+def watch_parent() -> None:
+    """Watch the launcher, if one started this process, and the command that started the launcher."""
     if not any(variable in os.environ for variable in LAUNCHERS):
-        return False
+        return
     watched = (os.getppid(), ancestor(os.environ.get(COMMAND)))
     threading.Thread(target=_watch, args=watched, daemon=True, name="grpo_ext parent").start()
-    return True
 
 
 def _watch(parent: int, command: psutil.Process | None) -> None:

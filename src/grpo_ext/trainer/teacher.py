@@ -1,6 +1,5 @@
 """Teachers of losses beside the policy's: the policy before training, or another model."""
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 from grpo_ext.config.added_losses import INITIAL, TEACHER, other_vocabulary
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.mappings import as_mapping
-from grpo_ext.errors import ConfigError, Problem
+from grpo_ext.errors import ConfigError, Problem, first_line
 from grpo_ext.packing.obstacles import causal_lm, name_body
-from grpo_ext.trainer.reference import InitialWeights
+from grpo_ext.trainer.reference import InitialWeights, frozen_copy
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def teacher_of(
         if reference is None and is_deepspeed_zero3_enabled():
             reason = "ZeRO-3 has split the policy's weights, which cannot be copied"
             raise ConfigError([Problem(TEACHER, name, reason, "Set beta > 0, or name the model's folder.")])
-        return Teacher(reference if reference is not None else _prepared(_copy(policy), args, accelerator))
+        return Teacher(reference if reference is not None else _prepared(frozen_copy(policy), args, accelerator))
     _check_vocabulary(name, tokenizer, args.trust_remote_code)
     options: dict[str, Any] = {**as_mapping(args.model_init_kwargs)}
     options.setdefault("trust_remote_code", args.trust_remote_code)
@@ -72,12 +71,6 @@ def teacher_of(
     if accelerator.num_processes > 1:
         options["device_map"] = None
     return Teacher(_prepared(create_model_from_path(name, **options), args, accelerator))
-
-
-def _copy(policy: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(policy)
-    vars(copied).pop("forward", None)  # TRL's, which holds the policy
-    return copied
 
 
 def _prepared(model: nn.Module, args: GRPOExtConfig, accelerator: Accelerator) -> nn.Module:
@@ -95,7 +88,7 @@ def _check_vocabulary(name: str, tokenizer: Any, trusted: bool) -> None:
     try:
         vocabulary = AutoTokenizer.from_pretrained(name, trust_remote_code=trusted).get_vocab()
     except (OSError, ValueError) as error:
-        reason, cure = f"its tokenizer cannot be loaded ({str(error).splitlines()[0]})", "Save one beside the model."
+        reason, cure = f"its tokenizer cannot be loaded ({first_line(error)})", "Save one beside the model."
         raise ConfigError([Problem(TEACHER, name, reason, cure)]) from error
     if problems := [*other_vocabulary(name, tokenizer.get_vocab(), vocabulary)]:
         raise ConfigError(problems)

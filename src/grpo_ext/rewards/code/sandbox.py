@@ -198,7 +198,7 @@ def run(
         return _collect(program)
 
 
-def python_argv(packages: bool = False) -> list[str]:
+def python_argv(packages: bool) -> list[str]:
     """Return the interpreter's command line inside the sandbox, up to the script."""
     return [job.python(), *(("-s", "-P", "-S", "-B") if packages else ("-I", "-S", "-B")), "-X", "utf8"]
 

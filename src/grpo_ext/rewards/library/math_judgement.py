@@ -101,7 +101,7 @@ def _read(marks: Found, question: str, decimal_comma: bool, reference: Reference
     return read(", ".join(contents), question) if marks.joined and all(values) else None
 
 
-def reference_of(gold: Any, decimal_comma: bool = False) -> Reference | None:
+def reference_of(gold: Any, decimal_comma: bool) -> Reference | None:
     """Return a reference answer, or None if there is none; without a mark all of it is the answer.
 
     An object, itself or as JSON, is its "ground_truth" or "answer", a list of one its item.
@@ -136,10 +136,7 @@ def by_value(answers: Iterable[Hashable]) -> dict[Hashable, Hashable]:
     kept: dict[Hashable, MathValue | None] = {}
     for answer in sorted(answers, key=str):
         value = read(str(answer))
-        first[answer] = next(
-            (other for other, twin in kept.items() if value and twin and _alike(twin, value)),
-            answer,
-        )
+        first[answer] = next((other for other, twin in kept.items() if value and twin and _alike(twin, value)), answer)
         kept.setdefault(first[answer], value)
     return first
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_ext.registry import import_path
-from grpo_ext.rewards.library.functions import matches_format
+from grpo_ext.rewards.library.functions import matches_format, tags
 from grpo_ext.rewards.models.scoring import Chat, blended_scores, chat_of, clipped_score
 from grpo_ext.rewards.protocol import OptionError, rewards
-from grpo_ext.rewards.text import TAGS, Completion, completion_text, content_text
+from grpo_ext.rewards.text import Completion, completion_text, content_text
 
 # Both of MiniMind's expressions in one. The atomic group does not change the outcome, since the first opening of an
 # answer leaves the most room for its end; it avoids quadratic time on a text of only tags.
@@ -26,11 +26,6 @@ def minimind_format(text: str, strict: bool = False) -> float:
     Tags may repeat inside and a newline may follow, as in MiniMind; `strict`: each tag once, and no newline.
     """
     return 0.5 * (matches_format(text, "think_answer") if strict else _LAYOUT.match(text) is not None)
-
-
-def minimind_tags(text: str) -> float:
-    """Return 0.25 for each of the four tags that occurs exactly once: 0 to 1."""
-    return 0.25 * sum(text.count(tag) == 1 for tag in TAGS)
 
 
 def minimind_lengths(text: str) -> float:
@@ -95,7 +90,9 @@ def minimind(
     score = _clipped_scores(scorer, reward_model, score_clip)
     texts = [completion_text(c) for c in completions]
     parts = blended_scores(score, prompts, completions, answer_weight if reasoning else 0.0)
-    bonuses = [minimind_format(t, strict) + minimind_tags(t) if reasoning else 0.0 for t in texts]
+    if not reasoning:
+        return parts
+    bonuses = [minimind_format(text, strict) + share for text, share in zip(texts, tags(completions), strict=True)]
     return [None if part is None else part + bonus for part, bonus in zip(parts, bonuses, strict=True)]
 
 

@@ -128,7 +128,8 @@ class Pool:
             Interrupted: another thread interrupts the pool, or a signal ends the run and a job does not end.
         """
         longest = max((job.timeout for job in jobs), default=0.0) + child_processes.LOADING_SECONDS
-        waited = Wait(_named(jobs), longest, "timeout and loading", GRACE_SECONDS)
+        named = f"reward {', '.join(sorted({job.path for job in jobs}))}"
+        waited = Wait(named, longest, "timeout and loading", GRACE_SECONDS)
         outcomes: dict[int, Outcome] = {}
         waiting = list(range(len(jobs)))
         busy: dict[Worker, tuple[int, int]] = {}  # place, job
@@ -203,11 +204,6 @@ class Pool:
         worker, self._workers[place] = self._workers[place], None
         if worker is not None:
             worker.kill()
-
-
-def _named(jobs: Sequence[Job]) -> str:
-    """Name the rewards of jobs in a message."""
-    return f"reward {', '.join(sorted({job.path for job in jobs}))}"
 
 
 def _patience(waited: Wait) -> float:

@@ -45,7 +45,7 @@ def process_sampler(trainer: GRPOTrainer, args: GRPOExtConfig) -> ProcessSampler
     """
     if not samples_in_process(args):
         return None
-    if problems := [*policy_problems(cast(Policy, trainer.model)), *_sharding(trainer), *_launch(args)]:
+    if problems := [*policy_problems(cast(Policy, trainer.model)), *_launch_problems(trainer, args)]:
         raise ConfigError(problems)
     base = causal_lm(cast(Policy, trainer.model))
     weights = partial(_weights, trainer)
@@ -69,14 +69,11 @@ def policy_problems(model: Policy) -> Iterator[Problem]:
         yield Problem("model", ABSENT, reason, "Define them in a module, or set rollout_engine: auto.", chosen)
 
 
-def _sharding(trainer: GRPOTrainer) -> Iterator[Problem]:
+def _launch_problems(trainer: GRPOTrainer, args: GRPOExtConfig) -> Iterator[Problem]:
     backend = DistributedBackend(trainer.accelerator)
     if is_quantised(cast(nn.Module, trainer.model)) and (backend.is_fsdp or backend.is_zero3):
         reason = "packed weights that are split over processes cannot be unpacked for the process"
         yield Problem("rollout_engine", "process", reason, "Launch by --accelerate_config ddp or zero2.")
-
-
-def _launch(args: GRPOExtConfig) -> Iterator[Problem]:
     if args.n_gpu > 1:
         reason = f"one process sees {args.n_gpu} GPUs, over which transformers would spread each batch (DataParallel)"
         cure = "Launch by torchrun --nproc_per_node 1, or show it one GPU by CUDA_VISIBLE_DEVICES."

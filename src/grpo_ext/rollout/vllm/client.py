@@ -166,12 +166,12 @@ class Client(VLLMClient):
         start, page = self._metric("process_start_time_seconds "), self._page("/weight_info")
         if start is None or page is None:
             return None
-        found = f"started at {start}" if start else str(self.get_server_info()["instance_id"])
+        server = f"started at {start}" if start else str(self.get_server_info()["instance_id"])
         try:
             label = json.loads(page).get("weight_version") or UNLABELLED
         except ValueError:
             label = UNLABELLED
-        return found if label == UNLABELLED else f"{found}{WEIGHTS}{label}"
+        return server if label == UNLABELLED else f"{server}{WEIGHTS}{label}"
 
     def reset_encoder_cache(self) -> None:
         """Remove what the server keeps of images by the weights before.
@@ -191,10 +191,10 @@ class Client(VLLMClient):
         if self.identity() in (None, self.serving):
             return
         self._pages.clear()  # of before the last push
-        found, served = self.identity(), str(self.serving)
-        if found in (None, self.serving):
+        identity, served = self.identity(), str(self.serving)
+        if identity in (None, self.serving):
             return
-        server, _, label = str(found).partition(WEIGHTS)
+        server, _, label = str(identity).partition(WEIGHTS)
         if label and server == served.partition(WEIGHTS)[0]:
             raise RuntimeError(
                 f"the vLLM server at {self.base_url} has the weights of another run ({label}). End it, or start a "
@@ -217,7 +217,9 @@ class Client(VLLMClient):
             answer: dict[str, Any] = super().generate(prompts, **settings)
             rows, choices = answer["completion_ids"], self._last.answer.get("choices", ())
             answer["routes"] = [_array(choice.get("routed_experts")) for choice in choices]
-            scored = all(map(_is_scored, rows, answer["logprobs"]))
+            scored = all(
+                len(ids) == len(of_row) and all(of_row) for ids, of_row in zip(rows, answer["logprobs"], strict=False)
+            )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             reason = f"answered something else than completions ({type(error).__name__}: {error})"
             raise ServerTrouble(f"{self.base_url} {reason}") from error
@@ -238,9 +240,9 @@ class Client(VLLMClient):
             RuntimeError: the server does not take images beside tokens, or samples after other tokens.
         """
         [ids], [parts] = prompts, features
-        asked = {"model": self.model, "token_ids": ids, "content_parts": parts, "sampling_params": sampling_params}
+        request = {"model": self.model, "token_ids": ids, "content_parts": parts, "sampling_params": sampling_params}
         try:
-            answer = self._post(f"{self.base_url}/inference/v1/generate", json={**asked, "return_token_ids": True})
+            answer = self._post(f"{self.base_url}/inference/v1/generate", json={**request, "return_token_ids": True})
         except RuntimeError as error:
             raise RuntimeError(f"{error}. {IMAGES_NEED}") from error
         seen = (answer["mm_placeholders"] or {}).get("image", [])
@@ -255,8 +257,3 @@ class Client(VLLMClient):
 def _array(encoded: str | None) -> np.ndarray | None:
     """Return an array that vLLM encoded as base64 of NumPy's file format."""
     return None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-
-
-def _is_scored(ids: list[int], logprobs: list[list[float | None]]) -> bool:
-    """Return whether a completion has a log-probability for each token."""
-    return len(ids) == len(logprobs) and all(logprobs)

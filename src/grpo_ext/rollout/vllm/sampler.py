@@ -48,11 +48,7 @@ class Repairs:
     """
 
     def __init__(
-        self,
-        store: Store,
-        client: Client,
-        repair: Callable[[ServerTrouble], object] | None,
-        closed: threading.Event,
+        self, store: Store, client: Client, repair: Callable[[ServerTrouble], object] | None, closed: threading.Event
     ) -> None:
         self.done = 0
         self._store, self._client, self._closed, self._lock = store, client, closed, threading.Lock()

@@ -144,12 +144,10 @@ def engine_mismatches(options: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 def unsuited(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each option of a server with which its samples cannot be the policy's."""
-    if drafts := config.get("speculative_config"):
-        yield Problem("speculative_config", drafts, SPECULATION, "Start the server without it.")
-    if mark := config.get("watermark_config"):
-        yield Problem("watermark_config", mark, WATERMARK, "Start the server without it.")
-    if store := config.get("kv_transfer_config"):
-        yield Problem("kv_transfer_config", store, KEPT_ELSEWHERE, "Start the server without it.")
+    reasons = {"speculative_config": SPECULATION, "watermark_config": WATERMARK, "kv_transfer_config": KEPT_ELSEWHERE}
+    for key, reason in reasons.items():
+        if option := config.get(key):
+            yield Problem(key, option, reason, "Start the server without it.")
     device, quantization = (
         (config.get(section) or {}).get(key)
         for section, key in (("device_config", "device_type"), ("model_config", "quantization"))

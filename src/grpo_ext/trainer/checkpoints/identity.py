@@ -187,11 +187,11 @@ def _edges(path: Path) -> bytes:
         return first + file.read(_EDGE)
 
 
-def data_digest(dataset: object, rows: int = 256) -> str | None:
+def data_digest(dataset: object) -> str | None:
     """Return the number of rows and a hash of evenly spaced ones; None for a stream."""
     if not isinstance(dataset, Dataset):
         return None
-    count = len(dataset)
+    count, rows = len(dataset), 256
     chosen = list(range(count)) if count <= rows else [i * (count - 1) // (rows - 1) for i in range(rows)]
     content = dataset.with_format(None).select(chosen).to_list()
     text = json.dumps([sorted(dataset.column_names), content], sort_keys=True, default=_cell_text)

@@ -120,15 +120,11 @@ def write_synced(path: Path, text: str) -> None:
 def read(path: Path) -> dict[str, Any] | str:
     """Return a manifest, or a message about what is wrong with it."""
     try:
-        return _read(path)
+        content = read_json(path)
     except FileNotFoundError:
         return UNSEALED
     except (OSError, ValueError) as error:
         return f"its {path.name} cannot be read ({_reason(error)})"
-
-
-def _read(path: Path) -> dict[str, Any] | str:
-    content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
         return f"its {path.name} is not a manifest"
     if content.get("format") != _FORMAT:

@@ -47,7 +47,7 @@ def everywhere(local: T) -> list[T]:
     return gather_object([local])
 
 
-def check_seen_by_all(checkpoint: Path, *, same: bool = True) -> None:
+def check_seen_by_all(checkpoint: Path, *, same: bool) -> None:
     """Check that each process sees the chosen checkpoint, and with `same` the same manifest.
 
     Raises:

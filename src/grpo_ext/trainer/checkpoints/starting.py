@@ -16,7 +16,7 @@ from grpo_ext.trainer.checkpoints.finish import already_done, check_can_start, m
 from grpo_ext.trainer.checkpoints.identity import changes_since
 from grpo_ext.trainer.checkpoints.manifest import step_of, write_synced
 from grpo_ext.trainer.checkpoints.processes import agreed, check_seen_by_all
-from grpo_ext.trainer.checkpoints.writing import recover
+from grpo_ext.trainer.checkpoints.writing import recover, unused
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,11 @@ def _beginning(output_dir: Path, resume_from: object, here: Mapping[str, Any]) -
         return _continued(output_dir, here)
     if before is not None and before.asked == wanted:
         try:
-            return replace(_continued(output_dir, here), repeated=_repeated(output_dir, resume_from))
+            repeated = (
+                f"--resume_from_checkpoint {resume_from} was carried out by an earlier command: the run resumes. To "
+                f"carry it out again, delete {output_dir / REQUEST_FILE}."
+            )
+            return replace(_continued(output_dir, here), repeated=repeated)
         except ConfigError as error:  # a changed recipe or damaged checkpoints, which `never` cures
             if not before.afresh:
                 raise
@@ -86,27 +90,17 @@ def _newest(output_dir: Path) -> Sound | None:
 
 def _checked(begin: Beginning, here: Mapping[str, Any]) -> Beginning:
     """Raise if a run with these settings cannot start there."""
-    if begin.checkpoint is not None:
-        changes_since(begin.checkpoint, here)
-        _check_length(Path(begin.checkpoint), here["max_steps"])
-    return begin
-
-
-def _check_length(checkpoint: Path, max_steps: int) -> None:
-    step = step_of(checkpoint)
+    if begin.checkpoint is None:
+        return begin
+    changes_since(begin.checkpoint, here)
+    step, max_steps = step_of(Path(begin.checkpoint)), here["max_steps"]
     if step is not None and 0 < max_steps < step:
         cure = (
             "Raise max_steps, name an earlier checkpoint by resume_from_checkpoint, or start from the beginning by "
             "--resume_from_checkpoint never."
         )
-        raise ConfigError([Problem("max_steps", max_steps, f"{checkpoint} is already beyond it", cure)])
-
-
-def _repeated(output_dir: Path, wanted: object) -> str:
-    return (
-        f"--resume_from_checkpoint {wanted} was carried out by an earlier command: the run resumes. To carry it out "
-        f"again, delete {output_dir / REQUEST_FILE}."
-    )
+        raise ConfigError([Problem("max_steps", max_steps, f"{begin.checkpoint} is already beyond it", cure)])
+    return begin
 
 
 # Going back.
@@ -134,9 +128,7 @@ def make_room(args: GRPOExtConfig, begin: Beginning) -> str | None:
 def _carried_out(output_dir: Path, request: Request) -> str | None:
     """Carry out a request, then record it: after a kill, the same command moves the rest."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
-    names = (f"{ASIDE}{stamp}{f'-{i}' if i else ''}" for i in range(1000))
-    aside = next(name for name in names if not (output_dir / name).exists())
+    aside = unused(output_dir / f"{ASIDE}{time.strftime('%Y-%m-%dT%H-%M-%SZ', time.gmtime())}").name
     moved = move_aside(output_dir, aside, request.step)
     write_synced(output_dir / REQUEST_FILE, json.dumps(asdict(request) | {"asked": relative_to(request, output_dir)}))
     what = f"What is newer than {request.asked}" if request.step >= 0 else f"The run that was in {output_dir}"

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import TrainerState
 
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.errors import ABSENT, ConfigError, Problem, SaveError
+from grpo_ext.errors import ABSENT, ConfigError, Problem, SaveError, first_line
 from grpo_ext.trainer.checkpoints.choice import numbered
 from grpo_ext.trainer.checkpoints.finish import holds_weights, publish, write_finished
 from grpo_ext.trainer.checkpoints.manifest import STATE, damage, seal, step_of, sync
@@ -90,7 +90,12 @@ class Writer:
     def publish(self, folder: Path, final: Path) -> None:
         """Move the final model from `folder` into place. Raises SaveError: there are no weights in it."""
         if not holds_weights(folder):
-            raise SaveError(_no_weights(final))
+            last = next((str(path) for path in numbered(final)), "the last checkpoint")
+            raise SaveError(
+                f"no model was saved in {final}: the engine wrote no weights that from_pretrained could load. {last} "
+                "holds them in shards: resume with another engine, such as ddp, fsdp2 or zero3, and the model is "
+                "saved at the end."
+            )
         self.published = publish(folder, final)
         discard(folder.parent)
 
@@ -108,23 +113,15 @@ def settle(folder: Path, final: Path, state: TrainerState, facts: Mapping[str, o
     remove_if_empty(folder.parent)
 
 
-def _no_weights(final: Path) -> str:
-    last = next((str(path) for path in numbered(final)), "the last checkpoint")
-    return (
-        f"no model was saved in {final}: the engine wrote no weights that from_pretrained could load. {last} holds "
-        "them in shards: resume with another engine, such as ddp, fsdp2 or zero3, and the model is saved at the end."
-    )
-
-
 def unwritten(error: Exception, final: Path) -> str:
     """Return a message: what could not be written and why, the free space, what is left and what to do."""
     place = next(parent for parent in final.absolute().parents if parent.exists())
     free = shutil.disk_usage(place).free / 1e9
     earlier = [path.name for path in numbered(final.parent if step_of(final) is not None else final)]
     kept = f"Untouched: {', '.join(earlier)}." if earlier else "No checkpoint was there before."
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = f"{type(error).__name__}: {first_line(error)}"
     return (
-        f"{final} could not be written (process on {socket.gethostname()}): {type(error).__name__}: {reason}. The "
+        f"{final} could not be written (process on {socket.gethostname()}): {reason}. The "
         f"disk has {free:,.2f} GB free; it may be full, over a quota, or not yours to write to. {kept} Make room "
         "(save_total_limit keeps fewer), or correct output_dir, and run the same command again to resume from the "
         "newest checkpoint."
@@ -133,7 +130,7 @@ def unwritten(error: Exception, final: Path) -> str:
 
 def put_in_place(folder: Path, final: Path) -> None:
     """Atomically move a sealed checkpoint into place, replacing a damaged one or one of an earlier run."""
-    replaced = _unused(folder.with_name(f"replaced-{final.name}"))
+    replaced = unused(folder.with_name(f"replaced-{final.name}"))
     if os.path.lexists(final):
         final.rename(replaced)
     folder.rename(final)
@@ -150,7 +147,7 @@ def discard(path: Path) -> None:
             path.unlink()
 
 
-def _unused(path: Path) -> Path:
+def unused(path: Path) -> Path:
     """Return the path, or a similar one that does not exist: `discard` may have left files under this name."""
     names = (path.with_name(f"{path.name}{f'-{i}' if i else ''}") for i in range(10**6))
     return next(name for name in names if not os.path.lexists(name))
@@ -168,7 +165,7 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     oldest_first = [path for path in reversed(present) if path.absolute() not in kept]
     spare = sorted(oldest_first, key=lambda path: not damage(path, hashes=False))
     for path in spare[: max(0, len(present) - max(limit, len(kept)))]:
-        doomed = _unused(newest.parent / SAVING / f"deleted-{path.name}")
+        doomed = unused(newest.parent / SAVING / f"deleted-{path.name}")
         doomed.parent.mkdir(exist_ok=True)
         path.rename(doomed)  # at once: half a checkpoint is never seen under its name
         discard(doomed)
