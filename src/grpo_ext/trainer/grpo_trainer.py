@@ -164,6 +164,7 @@ class GRPOExtTrainer(LossHooks):
             self._times.sampled = progress.sampled
         for callback in (self._times, MetricsFile(), Watching(self._metrics["train"])):
             self.add_callback(callback)
+        self._made_with = self._read_once()
         self._describe_objective()
 
     def _check_inputs(self, ready: Ready) -> None:
