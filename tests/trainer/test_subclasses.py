@@ -73,6 +73,11 @@ def test_what_is_read_once_cannot_be_changed_later(change, tmp_path):
         log_of(type("Changed", (Scheduled,), {"change": change}), tmp_path, max_steps=3)
 
 
+def test_what_is_read_once_has_the_value_that_trains(tmp_path):
+    trainer, _ = log_of(type("Same", (Scheduled,), {"change": {"epsilon_high": 0.28}}), tmp_path, max_steps=2)
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.28)  # dapo's
+
+
 def test_weights_of_rewards_may_be_changed_later(tmp_path):
     change = {"reward_weights": torch.tensor([-1.0])}
     trainer, _ = log_of(type("Changed", (Scheduled,), {"change": change}), tmp_path, max_steps=3, logging_steps=1)

@@ -164,6 +164,8 @@ class GRPOExtTrainer(LossHooks):
             self._times.sampled = progress.sampled
         for callback in (self._times, MetricsFile(), Watching(self._metrics["train"])):
             self.add_callback(callback)
+        for name in ("epsilon_low", "epsilon_high"):  # the resolved ones, for subclasses that read them
+            setattr(self, name, self.objective.options.get(name))
         self._made_with = self._read_once()
         self._describe_objective()
 
