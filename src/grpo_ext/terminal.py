@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -91,3 +92,30 @@ def safe_output() -> Iterator[None]:
 def _last_words(hook: Any, *error: Any) -> None:
     with safe_output():
         hook(*error)
+
+
+_LOGGED = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
+}
+"""By logger, how its notice begins."""
+
+
+def _asks_something(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_LOGGED[record.name])
+
+
+@contextmanager
+def without_notices() -> Iterator[None]:
+    """Hide what other libraries print for each other; afterwards all filters are what they were."""
+    loggers = [logging.getLogger(name) for name in _LOGGED]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "TRL currently supports vLLM", UserWarning)  # versions.py warns, once
+        for logger in loggers:
+            logger.addFilter(_asks_something)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(_asks_something)

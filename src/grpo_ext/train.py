@@ -180,6 +180,9 @@ def leave_process_group() -> None:
             gc.unfreeze()
         gc.collect()
         time.sleep(0.1)
+        if groups := sys.modules.get("vllm.distributed.parallel_state"):  # it may keep frames, and so the trainer
+            groups.destroy_model_parallel()
+            groups.destroy_distributed_environment()
         PartialState().destroy_process_group()
 
 

@@ -21,8 +21,8 @@ from grpo_ext.evaluation.results import figures
 from grpo_ext.recipe.files import recipes_folder
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.preflight import Preflight
+from grpo_ext.terminal import without_notices
 from grpo_ext.trainer import callbacks
-from grpo_ext.trainer.libraries import without_notices
 from grpo_ext.trainer.signals import Signals, signals
 from support.commands import command
 from support.trainers import build

@@ -96,6 +96,14 @@ def test_a_closed_pipe_is_not_an_error():
         assert (done.stdout, done.stderr) == ("accuracy\n", "")
 
 
+def test_a_command_prints_its_own_lines_only(tmp_path):
+    line = [sys.executable, "-m", "grpo_ext", "report", str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("1 problem in the configuration:")
+    assert len(done.stderr.splitlines()) == 2
+
+
 # A project to begin with.
 
 

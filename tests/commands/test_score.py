@@ -210,6 +210,7 @@ def test_logged_completions_of_a_run_are_scored_again(tmp_path, monkeypatch, cap
         assert command("score", "--file", written, "--explain", "3", *config) == 0
         said = capsys.readouterr().out
         assert "answer_parsed" in said
+        assert (said.count("\n  advantage "), said.count("rewards/tags")) == (1, 0)
         dataset, _ = load_datasets(str(written), DataConfig(), eval_needed=False)
         assert dataset[0]["solution"] == rows[0]["solution"]
 

@@ -388,6 +388,7 @@ def test_json_on_the_command_line_is_checked_like_yaml(write):
         (["--lr_scheduler_type", "cosin"], "lr_scheduler_type='cosin': cosin is not a valid SchedulerType"),
         (["--scale_rewards", "Fales"], "scale_rewards='Fales': not one of its values. Did you mean 'False'"),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': no such folder"),
+        (["--max_steps"], "command line: --max_steps/--max-steps: expected one argument"),
         (["--seed", "1", "2"], "command line: '2' belongs to no key"),
         (["seed=1"], "command line: 'seed=1' belongs to no key. Write --seed 1."),
         (["--env", '{"A": "1"}'], "env: it is a key of a recipe only. Write it there"),

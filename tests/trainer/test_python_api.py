@@ -175,6 +175,11 @@ def test_missing_packages_of_a_tracker_and_an_optimizer_are_two_problems(tmp_pat
     assert [problem.field for problem in error.value.problems] == ["report_to", "optim"]
 
 
+def test_a_tracker_that_does_not_exist_is_refused_before_weights_are_loaded(tmp_path):
+    with pytest.raises(ConfigError, match=r"report_to=\['wandbb'\]: wandbb is not supported, only .*wandb"):
+        trainer(tmp_path, digits, model="no/such-model", report_to=["wandbb"])
+
+
 @pytest.mark.parametrize(
     ("returned", "told"),
     [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext import ConfigError, GRPOExtConfig, GRPOExtTrainer
 from support import tiny
 
 LONGEST = 3
@@ -53,3 +53,33 @@ def test_what_a_subclass_returns_is_what_trains(dynamic, tmp_path):
     assert log["completions/length_below"] <= LONGEST
     _, log = log_of(Scored, tmp_path, dynamic_sampling=dynamic)
     assert log["reward"] >= 9
+
+
+class Scheduled(GRPOExtTrainer):
+    """Changes something after the first step, which stock TRL reads at every step."""
+
+    change = {}  # noqa: RUF012
+
+    def compute_loss(self, *args, **kwargs):
+        if self.state.global_step == 1:
+            vars(self).update(self.change)
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [{"epsilon_low": 0.1}, {"beta": 0.2}, {"reward_funcs": [len]}])
+def test_what_is_read_once_cannot_be_changed_later(change, tmp_path):
+    [name] = change
+    with pytest.raises(ConfigError, match=rf"trainer\.{name}=.*: changed from .* after the trainer was made"):
+        log_of(type("Changed", (Scheduled,), {"change": change}), tmp_path, max_steps=3)
+
+
+def test_what_is_read_once_has_the_value_that_trains(tmp_path):
+    trainer, _ = log_of(type("Same", (Scheduled,), {"change": {"epsilon_high": 0.28}}), tmp_path, max_steps=2)
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.28)  # dapo's
+
+
+def test_weights_of_rewards_may_be_changed_later(tmp_path):
+    change = {"reward_weights": torch.tensor([-1.0])}
+    trainer, _ = log_of(type("Changed", (Scheduled,), {"change": change}), tmp_path, max_steps=3, logging_steps=1)
+    rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
+    assert rewards[0] > 0 > rewards[-1]

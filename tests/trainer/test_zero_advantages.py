@@ -37,6 +37,15 @@ def test_the_warning_comes_once_with_the_values_of_each_reward(rewards, values, 
     assert values in sentence
 
 
+def test_the_warning_names_rewards_that_scored_nothing(caplog):
+    monitor = AdvantageMonitor(["accuracy", "format"])
+    for _ in range(PATIENCE):
+        monitor.add(torch.full_like(TWO, torch.nan), True)
+    (sentence,) = warnings(caplog)
+    assert f"none of these {4 * PATIENCE} completions was scored" in sentence
+    assert "equal" not in sentence
+
+
 def test_the_warning_of_groups_whose_rewards_differ_names_what_leaves_them_without_advantages(caplog):
     monitor = AdvantageMonitor(["accuracy"])
     for _ in range(PATIENCE):

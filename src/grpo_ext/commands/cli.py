@@ -11,7 +11,7 @@ from grpo_ext.caches import use_writable_caches
 from grpo_ext.commands.arguments import COMMANDS, REMOVED, overview, parse_command_line
 from grpo_ext.errors import FAILURES, LOST, NOT_FINISHED
 from grpo_ext.registry import did_you_mean
-from grpo_ext.terminal import safe_output
+from grpo_ext.terminal import safe_output, without_notices
 from grpo_ext.versions import naming_untested
 
 NO_BARS = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         return 2
     options = parse_command_line(argv)
     try:
-        with naming_untested():
+        with naming_untested(), without_notices():
             return int(importlib.import_module(f"grpo_ext.commands.{COMMANDS[name].module or name}").run(options))
     except BrokenPipeError:
         raise

@@ -16,7 +16,7 @@ _UNIT = Within(least=0.0, most=1.0)
 _OF_OTHERS = {
     # Numbers.
     "beta vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg router_aux_loss_coef weight_decay "
-    "max_grad_norm": Setting(NOT_NEGATIVE),
+    "learning_rate max_grad_norm": Setting(NOT_NEGATIVE),
     "sapo_temperature_pos sapo_temperature_neg off_policy_mask_threshold repetition_penalty": Setting(POSITIVE),
     "adam_epsilon": Setting(POSITIVE),
     "max_completion_length max_tool_calling_iterations pad_to_multiple_of generation_batch_size "

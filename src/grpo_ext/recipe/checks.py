@@ -147,11 +147,16 @@ def unrewarded(
     """Yield why no completion would be rewarded, and settings that name a reward which does not exist."""
     yield from compatibility.unpaid_problems(environments, [spec for spec in rewards if spec.weight])
     paid = [ENVIRONMENT] if any_pays(environments) else []
-    if rewards and not paid and not training.losses and not any(spec.weight for spec in rewards):
-        yield Problem("reward_funcs", ABSENT, "every reward has the weight 0", "Give at least one another weight.")
+    if rewards and not paid and not any(spec.weight for spec in rewards):
+        yield from as_far_as_sound(_without_losses(training))
     if names := [*(spec.name for spec in rewards), *paid]:
         yield from as_far_as_sound(judge_problems(training.dynamic_sampling, names))
         yield from as_far_as_sound(best_metric_problems(training.metric_for_best_model, names))
+
+
+def _without_losses(training: GRPOExtConfig) -> Iterator[Problem]:
+    if not training.losses:
+        yield Problem("reward_funcs", ABSENT, "every reward has the weight 0", "Give at least one another weight.")
 
 
 # Warnings.

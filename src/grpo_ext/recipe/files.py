@@ -174,7 +174,7 @@ _StrictLoader.add_implicit_resolver(
 
 
 _CURES = {
-    r"found character '\t'": "Indent by spaces, not by a tab.",
+    r"found character '\t'": "Write spaces in place of the tab.",
     "mapping values are not allowed": 'Put text that holds ": " in quotes.',
     "block mapping, expected <block end>, but found '<scalar>'": "Put the whole text in quotes.",
 }

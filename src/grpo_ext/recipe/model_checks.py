@@ -22,6 +22,7 @@ from grpo_ext.config.routes import route_problem
 from grpo_ext.config.rules import as_far_as_sound, refusal
 from grpo_ext.config.truncation import scores_over_support, unbounded_problems
 from grpo_ext.config.vllm import adapter_problem, leaves_packed, quantized_problem, whole_weights
+from grpo_ext.data.files import data_path_problems, is_path
 from grpo_ext.errors import ABSENT, ConfigError, Problem, first_line
 from grpo_ext.packing.routes import no_routes
 from grpo_ext.quickstart.model import LESSONS, build_model, build_tokenizer
@@ -89,6 +90,10 @@ def _load(policy: InspectedPolicy, model: ModelConfig, training: GRPOExtConfig) 
     """Load what is known without weights into `policy`, and yield what is wrong."""
     name, trust = os.path.expanduser(str(model.model_name_or_path)), bool(training.trust_remote_code)
     problem = partial(Problem, "model_name_or_path", model.model_name_or_path)
+    if is_path(name) and (missing := data_path_problems(name, "model_name_or_path")):
+        policy.unknown = "see above"
+        yield from missing
+        return
     try:
         whole, revision = base_of(name, model.model_revision) or (name, model.model_revision)
     except ConfigError:  # an adapter without a base, which `adapter_problems` reports

@@ -131,7 +131,9 @@ def summary(scored: ScoredRows) -> list[tuple[str, ...]]:
 def explain(scored: ScoredRows, index: int, recipe: Recipe) -> list[tuple[str, str]]:
     """Return the parts of one row's score: its columns, each reward with its weight, total and advantage."""
     row = {**scored.rows[index], **{name: values[index] for name, values in scored.extras.items()}}
-    text = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in row.items()]
+    again = {"reward", "advantage", *(f"rewards/{name}" for name in scored.rewards)}  # as they were in the file
+    columns = [(name, value) for name, value in row.items() if name not in again]
+    text = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in columns]
     pieces = [(spec.name, _piece(scored.rewards[spec.name][index], spec)) for spec in recipe.rewards]
     total, advantage = scored.total[index], scored.advantages[index]
     return [*text, *pieces, ("total", f"{total:.4f}"), ("advantage", f"{advantage:.4f}")]

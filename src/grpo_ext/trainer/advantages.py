@@ -393,6 +393,11 @@ class AdvantageMonitor:
         rewards = torch.cat(self.rewards)
         columns, equal = rewards.flatten(0, 1).T, bool(zero_variance(rewards.transpose(1, 2).flatten(0, 1)).all())
         shown = ", ".join(f"{name} {_values(column, equal)}" for name, column in zip(self.names, columns, strict=True))
+        if columns.isnan().all():
+            return (
+                f"no signal in {PATIENCE} generations in a row: none of these {columns.shape[1]} completions was "
+                "scored. Every reward has failed or returned None or NaN; `grpo-ext score` calls only the rewards."
+            )
         why = "within every group all rewards were equal, so" if equal else "although rewards differ within groups,"
         differ = (
             "Rewards that cancel give no advantage, and advantage_estimator: pass_at_k gives none to a group with "

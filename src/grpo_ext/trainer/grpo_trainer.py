@@ -30,13 +30,14 @@ from grpo_ext.packing.routes import ROUTES
 from grpo_ext.rollout.malloc_trim import give_back
 from grpo_ext.rollout.rollout_batch import RolloutBatch
 from grpo_ext.rollout.vllm.lazy_import import with_our_generation
+from grpo_ext.terminal import without_notices
 from grpo_ext.trainer.advantages import AssignedAdvantages
 from grpo_ext.trainer.batches import padded
 from grpo_ext.trainer.callbacks import MetricsFile, install_progress
 from grpo_ext.trainer.checkpoints.state import accept_numbered_cpu
 from grpo_ext.trainer.diagnosis.recording import ROWS, SAMPLER_LOGPS, Watching, row_record
 from grpo_ext.trainer.input_checks import fix_lengths, longest_row
-from grpo_ext.trainer.libraries import replacement_problems, without_notices
+from grpo_ext.trainer.libraries import replacement_problems
 from grpo_ext.trainer.loss_hooks import LossHooks
 from grpo_ext.trainer.reference import moved
 from grpo_ext.trainer.sampling import correct_sampler
@@ -162,6 +163,9 @@ class GRPOExtTrainer(LossHooks):
             self._times.sampled = progress.sampled
         for callback in (self._times, MetricsFile(), Watching(self._metrics["train"])):
             self.add_callback(callback)
+        for name in ("epsilon_low", "epsilon_high"):  # the resolved ones, for subclasses that read them
+            setattr(self, name, self.objective.options.get(name))
+        self._made_with = self._read_once()
         self._describe_objective()
 
     def _check_inputs(self, ready: Ready) -> None:

@@ -1,42 +1,12 @@
-"""Other libraries: notices they print for each other, and unsloth, which replaces parts of what is trained with."""
+"""Unsloth, which replaces parts of what is trained with."""
 
-import logging
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import nn
 from transformers import Trainer
 
 from grpo_ext.errors import Problem
 from grpo_ext.rollout.vllm.lazy_import import grpo_trainer
-
-_LOGGED = {
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
-    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
-}
-"""By logger, how its notice begins."""
-
-
-def _asks_something(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_LOGGED[record.name])
-
-
-@contextmanager
-def without_notices() -> Iterator[None]:
-    """Hide them while TRL and transformers run; afterwards all filters are what they were."""
-    loggers = [logging.getLogger(name) for name in _LOGGED]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)
-        warnings.filterwarnings("ignore", "TRL currently supports vLLM", UserWarning)  # versions.py warns, once
-        for logger in loggers:
-            logger.addFilter(_asks_something)
-        try:
-            yield
-        finally:
-            for logger in loggers:
-                logger.removeFilter(_asks_something)
-
 
 LIBRARY = "unsloth"
 HOOKS = ("__init__", "train", "_inner_training_loop", "training_step", "compute_loss", "get_batch_samples")

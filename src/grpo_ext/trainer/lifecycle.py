@@ -29,14 +29,13 @@ from grpo_ext.rollout.random_streams import random_streams_kept
 from grpo_ext.rollout.seeds import AttemptId, Source, numbered
 from grpo_ext.safe_reading import remove_link
 from grpo_ext.tables import show
-from grpo_ext.terminal import safe_output
+from grpo_ext.terminal import safe_output, without_notices
 from grpo_ext.trainer.batches import Generation
 from grpo_ext.trainer.callbacks import completions_table
 from grpo_ext.trainer.checkpoints import identity
 from grpo_ext.trainer.checkpoints.processes import everywhere
 from grpo_ext.trainer.checkpoints.starting import start
 from grpo_ext.trainer.evaluating import EvalRows, Evaluated
-from grpo_ext.trainer.libraries import without_notices
 from grpo_ext.trainer.loss_terms import Figures
 from grpo_ext.trainer.nan_report import ObservedBatch, on_cpu
 from grpo_ext.trainer.nonfinite import SKIPPED, NonFiniteGuard

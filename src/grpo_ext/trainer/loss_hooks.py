@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from grpo_ext.config.added_losses import INITIAL, Distillation, ReverseKL, added_losses
 from grpo_ext.config.mappings import as_mapping
+from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.aggregation import StepTotals
 from grpo_ext.packing.micro_batches import MicroBatch, active_mask, regroup, zero_advantages
 from grpo_ext.packing.obstacles import causal_lm
@@ -26,6 +27,12 @@ from grpo_ext.trainer.rollout_hooks import RolloutHooks
 from grpo_ext.trainer.scoring import more_to_come, scorer_of
 from grpo_ext.trainer.teacher import teacher_of
 
+READ_ONCE = (
+    *("beta", "epsilon_high", "epsilon_low", "importance_sampling_level", "loss_type", "max_completion_length"),
+    *("off_policy_mask_threshold", "reward_funcs", "scale_rewards", "temperature", "top_entropy_quantile"),
+)
+"""Attributes that TRL reads at every step, and this trainer when it is made."""
+
 
 class LossHooks(RolloutHooks):
     """A trainer whose `Loss` is the objective's, with exact denominators of each optimizer step."""
@@ -33,6 +40,7 @@ class LossHooks(RolloutHooks):
     entropy_coef: float
     router_aux_loss_coef: Any
     _entropy_window_stats: Any
+    _made_with: dict[str, Any]
 
     def _set_up_loss(self) -> None:
         """Make the loss, the advantages, and what logs both."""
@@ -111,7 +119,27 @@ class LossHooks(RolloutHooks):
         active = ~zero_advantages(inputs["advantages"])
         return None if active.all() else active
 
+    def _read_once(self) -> dict[str, Any]:
+        """Return the values of `READ_ONCE`."""
+        values = {name: getattr(self, name) for name in READ_ONCE}
+        return {name: [*value] if isinstance(value, list) else value for name, value in values.items()}
+
+    def _refuse_changes(self) -> None:
+        """Refuse an attribute that a subclass or a callback has set since: it would change nothing.
+
+        Raises:
+            ConfigError: one has another value.
+        """
+        problems, cure = [], "Give it to the trainer when you make it."
+        for name, value in self._read_once().items():
+            if value != (before := self._made_with[name]):
+                reason = f"changed from {before!r} after the trainer was made, which would change nothing"
+                problems.append(Problem(f"trainer.{name}", value, reason, cure))
+        if problems:
+            raise ConfigError(problems)
+
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
+        self._refuse_changes()
         mode, outputs = self._log.mode, list[LossOutput]()
         totals = self._totals(inputs, active_mask(inputs), mode)
         parts = self._scorer.parts(model, inputs, self._active_rows(inputs, mode))

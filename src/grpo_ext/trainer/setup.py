@@ -143,11 +143,11 @@ def check(
 
 
 def _uninstalled(args: GRPOExtConfig, optimizers: tuple[Any, Any] | None) -> Iterator[Problem]:
-    """Yield what a tracker or an optimizer of transformers says where its package is not installed."""
+    """Yield what transformers says of trackers that it does not know, and of packages that are not installed."""
     try:
         for callback in get_reporting_integration_callbacks(args.report_to):
             callback()
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, ValueError) as error:
         yield replace(refusal(error, args, "report_to"), field="report_to", value=args.report_to)
     try:
         if not any(optimizers or ()):

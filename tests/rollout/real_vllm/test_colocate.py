@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from unittest.mock import patch
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from grpo_ext.rollout.vllm.generation import Generation
 from support import tiny
 from support.interrupted import without_clocks
+from support.processes import PATIENCE
 from support.vllm_runs import DDP, drifts, steps, train
 
 FLOAT32, BFLOAT16 = 0.02, 0.1
@@ -26,6 +29,18 @@ def test_it_learns_and_does_not_drift(tied, tmp_path):
     assert len(drifts(log)) == 20
     assert max(drifts(log)) < FLOAT32
     assert all(entry["sampling/weight_sync_mib"] > 0 for entry in steps(log))
+
+
+def test_a_recipe_ends_without_a_traceback(tied, tmp_path):
+    """vLLM is first imported where the trainer is made, and keeps the frames of that."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}:", "solution": "1"}) + "\n" for i in range(8)))
+    own = tiny.TRAINING | {"model_name_or_path": tied, "dataset_name": str(rows), "reward_funcs": ["exact_match"]}
+    recipe = own | {"use_vllm": True, "max_steps": 1, "max_completion_length": 8, "output_dir": str(tmp_path / "run")}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    line = [sys.executable, "-m", "grpo_ext", "train", "--config", str(tmp_path / "recipe.json")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
 def test_weights_that_do_not_arrive_are_noticed_within_three_steps(tied, tmp_path):

@@ -82,7 +82,8 @@ class Client(VLLMClient):
                 time.sleep(min(retry_interval, waiting.seconds()))
             waiting.progressed()
         except WaitedInVain as error:
-            raise ServerTrouble(f"no vLLM server at {self.base_url} within {total_timeout:g} s") from error
+            seconds = f"within {total_timeout:g} s: `grpo-ext serve` starts one"
+            raise ServerTrouble(f"no vLLM server at {self.base_url} {seconds}") from error
 
     def _waiting(self, seconds: float) -> Wait:
         return Wait(f"vLLM server at {self.base_url}", seconds, "vllm_server_timeout")
