@@ -65,6 +65,8 @@ class Turn:
     """
     support: "Tensor | None" = field(default=None, compare=False, repr=False)
     """That of `Sample`, for the sampled ids at least. A pickled turn has none: a batch holds those of its rows."""
+    images: list[Any] = field(default_factory=list, compare=False, repr=False)
+    """The images among the ids of the context, in order; each turn's context then extends the one before."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "support": None}
