@@ -81,8 +81,8 @@ def data_problems(run: Run) -> tuple[list[Problem], list[str]]:
         row_problems, warnings = _prompt_problems(run, rows, name)
         problems, notes = problems + row_problems, notes + warnings
     problems += as_far_as_sound(ahead_problems(args, train))
-    problems += as_far_as_sound(image_problems(args, image_columns(run.data.named)))
-    every = (compatibility.dataset_problems(run.environments, rows) for rows in run.data.named.values())
+    every = [as_far_as_sound(image_problems(args, image_columns(rows))) for rows in run.data.named.values()]
+    every += [compatibility.dataset_problems(run.environments, rows) for rows in run.data.named.values()]
     problems += dict.fromkeys(problem for row_problems in every for problem in row_problems)
     if getattr(train, "column_names", None):  # None for some streams
         row_problems, warnings = _reward_problems(run)

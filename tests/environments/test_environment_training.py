@@ -220,6 +220,5 @@ def test_what_does_not_suit_is_told_before_a_model_is_loaded(tmp_path):
     assert len(error.value.problems) == 4
     seen = {"seen": [row | {"images": [painters.painted("red")]} for row in asked()]}
     with pytest.raises(ConfigError, match="so the model would not see the images"):
-        GRPOExtTrainer(
-            tiny.model(), None, GRPOExtConfig(str(tmp_path), **tiny.TRAINING), asked(), seen, environments=[GUESS]
-        )
+        args, words = GRPOExtConfig(str(tmp_path), **tiny.TRAINING), tiny.tokenizer()
+        GRPOExtTrainer(tiny.model(), None, args, asked(), seen, environments=[GUESS], processing_class=words)

@@ -1,6 +1,7 @@
 """Tiny models of images and text, their processors, and prompts with pictures: no download, no torchvision."""
 
 import json
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -281,6 +282,7 @@ def rows(counts: Sequence[int], column: str = "images") -> Dataset:
 @contextmanager
 def float64_throughout() -> Iterator[None]:
     """Norms, attention and TRL's LM head compute in float32 whatever the model is; here they do not."""
+    pickle.dumps(torch.zeros(1))  # torch makes its table of dtypes once
     with (
         patch.object(torch, "float32", torch.float64),
         patch.object(torch, "float", torch.float64),

@@ -11,12 +11,13 @@ from support import rewritten, tiny
 def scripted_rollout(prompts, trainer):
     """Completions that depend on nothing but the row's place in the global batch, some cut, some ended."""
     rank, local = trainer.accelerator.process_index, len(prompts)
-    tokenizer = trainer.processing_class
+    tokenizer = trainer._tokenizer
+    marks = len(tokenizer) - len(tiny.WORDS)  # those of images come before the letters
     completions = []
     for i in range(rank * local, (rank + 1) * local):
         g = torch.Generator().manual_seed(100 + i + 1000 * trainer.state.global_step)
         length = int(torch.randint(1, 8, (), generator=g))
-        ids = torch.randint(3, len(tiny.WORDS), (length,), generator=g).tolist()
+        ids = (torch.randint(3, len(tiny.WORDS), (length,), generator=g) + marks).tolist()
         completions.append(ids if i % 5 == 0 else [*ids, tokenizer.eos_token_id])
     return {"prompt_ids": tokenizer(list(prompts))["input_ids"], "completion_ids": completions, "logprobs": None}
 

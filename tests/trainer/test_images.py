@@ -79,9 +79,12 @@ def same_row(family: str, batch: MicroBatch, i: int, data: Dataset) -> dict[str,
 
 def by_rows(family: str, policy: Any, batches: Sequence[MicroBatch], data: Dataset) -> tuple[float, Tensor]:
     """Largest error of the old log-probabilities, and GRPO's loss on the policy, each row computed by itself."""
-    rows, error, loss = sum(len(batch["advantages"]) for batch in batches), 0.0, torch.zeros(())
+    rows = sum(int(batch["completion_mask"].any(dim=1).sum()) for batch in batches)
+    error, loss = 0.0, torch.zeros(())
     for batch in batches:
         for i, (ids, mask) in enumerate(zip(batch["completion_ids"], batch["completion_mask"], strict=True)):
+            if not mask.any():  # cut short
+                continue
             logps = seeing.alone(family, policy, same_row(family, batch, i, data), ids[mask.bool()].tolist())
             if batch["advantages"][i]:  # rows without one may be left out of the forward
                 error = max(error, (logps.detach() - batch["old_per_token_logps"][i, : len(logps)]).abs().max().item())
@@ -112,7 +115,7 @@ CASES = {
     "llava": {"skip_zero_advantages": False},
     "llava_next": {},
     "qwen2_5_vl": {"pad_to_multiple_of": 8},
-    "qwen3_vl": {},
+    "qwen3_vl": {"mask_truncated_completions": True, "max_completion_length": 24},
 }
 
 
@@ -208,6 +211,12 @@ def test_a_recipe_trains_and_evaluates_a_model_of_images(tmp_path):
     log = train(load_recipe(["--config", str(tmp_path / "recipe.yaml")])).state.log_history
     assert any(entry.get("grad_norm", 0.0) > 0 for entry in log)
     assert any("eval_rewards/spread/mean" in entry for entry in log)
+
+
+def test_evaluation_data_may_have_the_other_column(tmp_path):
+    model, one = seeing.model("llava", dtype=torch.float32), seeing.rows((1,) * 4, column="image")
+    trainer = build("llava", tmp_path, seeing.rows(RAGGED), model=model, evaluated=one, per_device_eval_batch_size=4)
+    assert "eval_rewards/spread/mean" in trainer.evaluate()
 
 
 def test_a_dump_holds_the_images_of_a_prompt_once(tmp_path):

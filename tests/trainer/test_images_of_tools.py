@@ -47,7 +47,7 @@ class Watched(GRPOExtTrainer):
         return self.batch
 
 
-def build(family, folder, *, kind=Watched, dtype=torch.float64, pictures=(1, 0, 2, 0), **options):
+def build(family, folder, *, kind=Watched, dtype=torch.float64, data=None, **options):
     numbers = itertools.count()
 
     def look() -> list:
@@ -63,7 +63,7 @@ def build(family, folder, *, kind=Watched, dtype=torch.float64, pictures=(1, 0, 
         model=model,
         reward_funcs=[lambda completions, **_: tiny.spread(completions)],
         args=GRPOExtConfig(output_dir=str(folder), **(CALLS | options)),
-        train_dataset=seeing.rows(pictures),
+        train_dataset=data or seeing.rows((1, 0, 2, 0)),
         processing_class=words,
         **rollouts,
     )
@@ -99,6 +99,14 @@ def test_a_step_is_made_with_images_of_tools(settings, tmp_path):
     assert any(entry.get("grad_norm", 0) > 0 for entry in log)
     if "top_p" in settings:
         assert all(entry["sampling/mismatch"] < 1e-5 for entry in log if "sampling/mismatch" in entry)
+
+
+def test_a_token_has_the_support_of_its_own_picture(tmp_path):
+    """Many rows have the same tokens, each with one of four pictures."""
+    data = [{"prompt": [{"role": "user", "content": "what is it?"}], "image": seeing.picture(i)} for i in range(4)]
+    trainer = build("qwen2_5_vl", tmp_path, dtype=torch.float32, data=data, top_p=0.7, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["sampling/mismatch"] < 1e-5
 
 
 def test_cut_completions_that_hold_images_are_not_hidden_from_the_model(tmp_path):

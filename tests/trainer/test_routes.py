@@ -26,15 +26,15 @@ class StandIn:
     collective, takes_streams, limit = False, False, 6
 
     def __init__(self):
-        self.model, self.stream = experts.model(), np.random.default_rng(0)
+        self.model = experts.model()
         g = torch.Generator().manual_seed(5)
         for p in self.model.parameters():
             p.data.mul_(1 + 0.1 * torch.randn(p.shape, generator=g))
 
     def sample(self, contexts, limits, streams=None, **options):
         drawn = [
-            samplers.sampled(self.model, ids, self.stream.random(n), [1])
-            for ids, n in zip(contexts, limits, strict=True)
+            samplers.sampled(self.model, ids, np.random.default_rng([row, *ids]).random(n), [1])
+            for row, (ids, n) in enumerate(zip(contexts, limits, strict=True))
         ]
         rows = zip(drawn, contexts, strict=True)
         return [one._replace(routes=experts.chosen(self.model, [*context, *one.ids])) for one, context in rows]
@@ -129,6 +129,20 @@ def test_replaced_groups_bring_their_routes(tmp_path):
     for inputs, _ in trainer.seen:
         lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1) - 1
         assert [len(row) for row in inputs[ROUTES]] == lengths.tolist()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"steps_per_generation": 4}, {"num_iterations": 2, "dynamic_sampling": "length"}]
+)
+def test_a_run_that_was_stopped_within_a_generation_goes_on_by_its_routes(settings, tmp_path):
+    ends, settings = [], settings | {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    for name, resume in (("whole", None), ("resumed", str(tmp_path / "whole" / "checkpoint-1"))):
+        trainer = made(tmp_path / name, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        ends.append((weights(trainer.model), logged(trainer, "sampling/routes_changed")))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+    assert len(ends[0][1]) == 3
 
 
 def test_a_batch_without_routes_does_not_train(tmp_path):

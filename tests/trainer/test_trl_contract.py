@@ -31,6 +31,7 @@ CONTRACT = {
     "GRPOTrainer._generate": "2a27fdf8f5e6f356",
     "GRPOTrainer._generate_and_score_completions": "1fa48922792dcd5c",
     "GRPOTrainer._generate_single_turn": "e0f02e4fc094cefd",
+    "GRPOTrainer._tool_call_loop": "1c501f7f3b469f7e",
     "GRPOTrainer._tokenize_prompts": "d2d27f7c9bfda85f",
     "GRPOTrainer._get_train_sampler": "36497afb4d311dc9",
     "GRPOTrainer._get_per_token_logps_and_entropies": "ea73c3909275851d",

@@ -164,10 +164,10 @@ class Renderer:
         text = self._text([*before, *marked], tools) if marks or images_in(news) else ""
         rendered = set(re.findall(r"observation\d+mark7c1f", text))
         lost = [message for mark, message in marks.items() if mark not in rendered]
-        for number, message in enumerate(news):
+        for number in (i for i, message in enumerate(news) if images_in([message])):
             others = [*marked[:number], _without_images(marked[number]), *marked[number + 1 :]]
-            if images_in([message]) and self._text([*before, *others], tools) == text:
-                lost.append(message)
+            if self._text([*before, *others], tools) == text:
+                lost.append(news[number])
         for message in lost:
             raise CannotRender(
                 f"the chat template of {self._name} leaves out a message of role {message['role']!r:.80} "

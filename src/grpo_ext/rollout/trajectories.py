@@ -112,11 +112,13 @@ def supports_of(trajectories: Sequence[Trajectory]) -> list[Int[Tensor, " number
     return supports
 
 
-def turns_of_row(prompt_ids: list[int], completion_ids: list[int], turns: Sequence[Turn]) -> Trajectory:
+def turns_of_row(
+    prompt_ids: list[int], completion_ids: list[int], images: Sequence[object] | None, turns: Sequence[Turn]
+) -> Trajectory:
     """Return a row of TRL's loop of tools as a trajectory, from the turns that all rows of its batch have sampled.
 
     A turn is of this row if the row repeats it, as far as the row goes: TRL cuts the last one. Of rows that sampled
-    the same after the same context either turn will do.
+    the same after the same context, with the same images, either turn will do.
 
     Raises:
         ValueError: the row has other tokens than those that were sampled.
@@ -125,7 +127,8 @@ def turns_of_row(prompt_ids: list[int], completion_ids: list[int], turns: Sequen
     for turn in turns:
         begin = len(turn.context)
         sampled = ids[begin : begin + len(turn.sampled)]
-        if sampled == turn.sampled[: len(sampled)] and ids[:begin] == turn.context:
+        same = sampled == turn.sampled[: len(sampled)] and ids[:begin] == turn.context
+        if same and turn.images == list(images or ())[: len(turn.images)]:
             of_row[begin] = replace(turn, sampled=sampled)
     if len(prompt_ids) not in of_row:
         raise ValueError("a completion has other tokens than those sampled, and top_p, top_k or min_p left some out.")

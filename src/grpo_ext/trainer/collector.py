@@ -176,8 +176,9 @@ class Collector:
             return [list(ids) for ids in generated.completion_ids], generated.logprobs
         request = self._request(rollouts, [], contexts, fields, images, group)
         completion_ids, logprobs, supports, _ = self.worker.sampled(request)
-        for context, ids, support in zip(contexts, completion_ids, supports, strict=False):
-            rollouts.turns.append(Turn(context, ids, support=support))
+        seen = images or [None] * len(contexts)
+        for context, ids, support, of_row in zip(contexts, completion_ids, supports, seen, strict=False):
+            rollouts.turns.append(Turn(context, ids, support=support, images=of_row or []))
         return completion_ids, logprobs
 
     def _fields(self, contexts: list[list[int]], images: Sequence[Any] | None) -> dict[str, Any]:
@@ -191,7 +192,8 @@ class Collector:
         """Note the sampling supports of the completions that TRL's loop has made of the turns."""
         rollouts = self._current
         if rollouts is not None and rollouts.turns:
-            rows = zip(generated.prompt_ids, generated.completion_ids, strict=True)
+            images = generated.images or [None] * len(generated.prompt_ids)
+            rows = zip(generated.prompt_ids, generated.completion_ids, images, strict=True)
             rollouts.supports = supports_of([turns_of_row(*row, rollouts.turns) for row in rows])
 
     def add_images(self, generated: Generated) -> None:

@@ -91,8 +91,8 @@ class Log:
         table["advantages"].extend(advantages)
         for column in sorted(set(gather_object(list(shown[2])))):  # in the same order on all processes
             table["extra"][column].extend(gather_object(shown[2].get(column, [None] * count)))
-        if generated.images is not None and images:
-            table["images"].extend(gather_object(generated.images))
+        if images and any(gather_object([generated.images is not None])):
+            table["images"].extend(gather_object(generated.images or [None] * count))
 
 
 def length_figures(lengths: Float[Tensor, " rows"], cut: Float[Tensor, " rows"]) -> dict[str, float]:

@@ -203,6 +203,12 @@ class RolloutHooks(Lifecycle):
         fields = {} if has_tool_images else multimodal_fields  # those are of image processors alone
         return self.collector.turn(prompt_ids, images, fields, num_generations)
 
+    def _tool_call_loop(self, *rows: Any, **named: Any) -> Any:
+        made = super()._tool_call_loop(*rows, **named)
+        if self.use_vllm:
+            self.vllm_generation.join()  # the rows of other processes may have turns left
+        return made
+
     def push_weights(self) -> None:
         """Give vLLM the policy's weights if it has older ones."""
         if self.use_vllm and self.state.global_step != self._last_loaded_step:

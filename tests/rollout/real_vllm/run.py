@@ -102,6 +102,11 @@ def look() -> list:
     return [{"type": "image", "image": seeing.picture(5, 28, 28)}, {"type": "text", "text": "b"}]
 
 
+def messages(completions, **_) -> list[float]:
+    """A reward: more than two if a turn follows what a tool returned."""
+    return [float(len(completion)) for completion in completions]
+
+
 def main(output: Path, settings: dict) -> None:
     arguments = tiny.TRAINING | {
         "use_vllm": True,
@@ -138,7 +143,7 @@ def main(output: Path, settings: dict) -> None:
         arguments |= {"trust_remote_code": True, "per_device_train_batch_size": 16, "num_generations": 8}
     tools = None
     if "tools" in settings:
-        processor.tokenizer.response_template, tools = seeing.CALLS, [look]
+        processor.tokenizer.response_template, tools, reward = seeing.CALLS, [look], messages
     trainer = GRPOExtTrainer(
         settings["model"],
         None if "environments" in settings else [reward],
@@ -151,6 +156,8 @@ def main(output: Path, settings: dict) -> None:
         environments=settings.get("environments"),
         tools=tools,
     )
+    if tools:  # rows of the second process have fewer turns
+        trainer.max_tool_calling_iterations -= trainer.accelerator.process_index
     before = {n: whole(p) for n, p in trainer.model.named_parameters() if not p.requires_grad}
     if settings["mode"] == "colocate" and trainer.use_vllm:
         sizes = trainer.vllm_generation.llm.llm_engine.vllm_config.scheduler_config

@@ -1,13 +1,14 @@
 """vLLM samples after prompts with images as the trainer's processor makes them."""
 
 import json
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from safetensors.torch import load_file
 
 from support import painters, seeing
 from support.interrupted import without_clocks
-from support.vllm_runs import HEADS, Server, drifts, free_port, steps, train
+from support.vllm_runs import DDP, HEADS, Server, drifts, free_port, steps, train
 
 ROUNDING = 2e-4
 """What vLLM's kernels and the trainer's differ by in float32, with room: 3e-5 was measured."""
@@ -18,13 +19,22 @@ def sees(tmp_path_factory):
     return seeing.save(tmp_path_factory.mktemp("sees"), **HEADS, head_dim=32)
 
 
+@contextmanager
+def serving(folder, model):
+    one = Server(folder, model, trust_remote_code=True)
+    one.start()
+    try:
+        one.wait()
+        yield {"port": one.port, "group_port": free_port()}
+    finally:
+        code = one.stop()
+    assert code == 0
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, sees):
-    one = Server(tmp_path_factory.mktemp("server"), sees, trust_remote_code=True)
-    one.start()
-    one.wait()
-    yield {"port": one.port}
-    assert one.stop() == 0
+    with serving(tmp_path_factory.mktemp("server"), sees) as address:
+        yield {"port": address["port"]}
 
 
 @pytest.fixture(params=["colocate", "server"])
@@ -63,14 +73,20 @@ def test_generations_are_sampled_beside_the_training(sees, server, tmp_path):
     assert max(entry["sampling/mismatch"] for entry in steps(again)) < ROUNDING
 
 
-def test_a_turn_sees_what_a_tool_returned(tmp_path):
+@pytest.mark.parametrize(("mode", "launch"), [("colocate", None), ("server", DDP)])
+def test_a_turn_sees_what_a_tool_returned(mode, launch, tmp_path):
+    """Of two processes one has turns left when the other has none."""
     model = seeing.save(tmp_path / "model", **HEADS, head_dim=32)
     settings = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     ends = {"eos_token_id": [1, *range(30, len(seeing.WORDS))]}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings | ends))
-    config = {"max_steps": 3, "max_completion_length": 60, "max_tool_calling_iterations": 2}
-    log, _, _ = train(tmp_path, "colocate", model, pictures=True, tools=True, config=config)
-    assert min(entry["tools/call_frequency"] for entry in steps(log)) > 0.2
+    config = {"max_steps": 3, "max_completion_length": 200, "max_tool_calling_iterations": 2}
+    config["per_device_train_batch_size"] = 8 if launch else 16
+    served = nullcontext({}) if mode == "colocate" else serving(tmp_path, model)
+    with served as address:
+        log, _, _ = train(tmp_path, mode, model, pictures=True, tools=True, launch=launch, config=config, **address)
+    assert min(entry["reward"] for entry in steps(log)) > 1.5
+    assert max(entry["grad_norm"] for entry in steps(log)) > 0
     assert len(drifts(log)) == 3
     assert max(drifts(log)) < ROUNDING
 

@@ -30,7 +30,7 @@ from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.scoring import SHARDED
-from support import interrupted, poisoned, tiny, trainers, tuners, worlds
+from support import interrupted, poisoned, seeing, tiny, trainers, tuners, worlds
 from support.dealt import AT_A_TIME, LIMITS, SAMPLES, dealing
 from support.dealt import rows as dealt_rows
 from support.estimators import everything
@@ -103,6 +103,42 @@ class _ByPlace:
     def sample(self, contexts: list[list[int]], limits: list[int], streams: object = None, **options: object) -> list:
         completions = scripted_rollout([""] * len(contexts), self.trainer)["completion_ids"]
         return [Sampled(ids[:limit], None, None) for ids, limit in zip(completions, limits, strict=True)]
+
+
+PICTURES = {
+    "on one process, then on both": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "groups over two micro-batches": {"gradient_accumulation_steps": 2, "beta": 0.05},
+    "fresh prompts": {"dynamic_sampling": "reward"},
+}
+
+
+def of_images(completions, images, **_):
+    """0 for all completions of a prompt without images."""
+    return [score * bool(seen) for score, seen in zip(tiny.spread(completions), images, strict=True)]
+
+
+@seeing.float64_throughout()
+def pictures(family: str, folder: str, rows: str) -> None:
+    """Two steps from scripted completions of prompts, of which some have images."""
+    for name, settings in PICTURES.items():
+        parts = settings.get("gradient_accumulation_steps", 1)
+        fixed = {"per_device_train_batch_size": int(rows) // parts, "num_generations": 8, "shuffle_dataset": False}
+        fixed |= {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 0.0, "loss_type": "grpo"}
+        trainer = GRPOExtTrainer(
+            seeing.model(family),
+            [of_images],
+            GRPOExtConfig(f"{folder}/{name}", **(tiny.TRAINING | fixed | settings)),
+            seeing.rows((1, 0, 2, 1)),
+            processing_class=seeing.processor(family),
+        )
+        trainer.collector.policy = _ByPlace(trainer)
+        trainer.train()
+        if trainer.accelerator.is_main_process:
+            log = [entry for entry in trainer.state.log_history if "reward" in entry]
+            shown = [len(one or ()) for one in trainer._logs["images"]]
+            facts = {"weights": weights(trainer.model), "log": log, "images": shown}
+            torch.save(facts, f"{folder}/{name}.pt")
 
 
 @float64_throughout()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distributed.ranks import PICTURES
 from support import tiny
 from support.mismatched import ROWS, RULES
 from support.processes import CONFIG, launcher, on_cpu, run, run_forked
@@ -53,6 +54,20 @@ def test_two_processes_add_losses_and_show_estimators_what_one_does(engine, tmp_
             assert values == two["seen"][name]
         else:
             torch.testing.assert_close(two["seen"][name], values, rtol=0, atol=1e-12, equal_nan=True)
+
+
+def test_two_processes_train_on_images_as_one_does(tmp_path):
+    """One has no image at times."""
+    for name, config, rows in (("one", None, 16), ("two", CONFIG, 8)):
+        run_forked(SCRIPT, "pictures", "qwen2_5_vl", tmp_path / name, rows, config=config)
+    for name in PICTURES:
+        one, two = (torch.load(tmp_path / folder / f"{name}.pt") for folder in ("one", "two"))
+        assert two["images"] == one["images"]
+        torch.testing.assert_close(two["weights"], one["weights"], rtol=0, atol=1e-12)
+        for mine, theirs in zip(one["log"], two["log"], strict=True):
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-9)
+            assert mine["grad_norm"] > 0.1
+        assert ("dynamic_sampling/rounds" in two["log"][0]) == ("dynamic_sampling" in PICTURES[name])
 
 
 def test_two_processes_correct_the_sampler_as_one_does(tmp_path):

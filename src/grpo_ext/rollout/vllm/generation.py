@@ -80,7 +80,7 @@ class Generation(PushedEngine):
         bound = self.support_bound if self.model.training else None
         requests = self._requests(contexts, limits, streams, images)
         if self.mode == "server":
-            return self._by_server(requests, group, bound)
+            return self._by_server(requests, group, bound) or []
         routes: list[np.ndarray | None] = []
         _, *rows = self._by_engine(requests, group, routes=routes)
         return with_routes([read(*row, bound=bound) for row in zip(*rows, strict=True)], contexts, routes)
@@ -101,7 +101,7 @@ class Generation(PushedEngine):
         if self.mode == "colocate":
             return self._by_engine(requests, num_generations, profiler)
         with profiler or nullcontext():
-            rows = self._by_server(requests, num_generations)
+            rows = self._by_server(requests, num_generations) or []
         ids = [row.ids for row in rows]
         logprobs = [[[logp] for logp in row.logps or ()] for row in rows]
         return prompts, ids, logprobs, [[[token] for token in its] for its in ids]
@@ -150,14 +150,25 @@ class Generation(PushedEngine):
             parts = super().generate(filled, images and images + [None] * (width - len(prompts)), 1, profiler)
         return expect_prompts(tuple(part and part[: len(prompts)] for part in parts), prompts)
 
-    def _by_server(self, requests: list[Request], group: int, bound: int | None = None) -> list[Sampled]:
+    def join(self) -> None:
+        """Take part in what other processes still sample by the server, until none does; collective."""
+        bound = self.support_bound if self.model.training else None
+        while self.collective and self.mode == "server" and self._by_server(None, 1, bound) is not None:
+            pass
+
+    def _by_server(self, requests: list[Request] | None, group: int, bound: int | None = None) -> list[Sampled] | None:
         """Sample by the server: the main process sends the requests of all, again after each recovery; collective.
+
+        A process that has no more rows passes None, and gets None once no process has any.
 
         Each row with a seed is a request of its own, since the rows of one request would share its seed; processes may
         have different numbers of them. Rows without seeds are sent as one, with `group` completions for each context,
         or as one for each context where some have images.
         """
         of_processes = gather_object([requests])
+        if all(rows is None for rows in of_processes):
+            return None
+        of_processes = [rows or [] for rows in of_processes]
         all_rows = [row for rows in of_processes for row in rows]
         if all_rows and all_rows[0].seed is None:
             all_rows = [row._replace(n=group) for row in all_rows[::group]]
@@ -174,7 +185,7 @@ class Generation(PushedEngine):
             sampled = broadcast(sampled)
             if sampled is not None:
                 start = sum(map(len, of_processes[: self.accelerator.process_index]))
-                return sampled[start : start + len(requests)]
+                return sampled[start : start + len(requests or ())]
             self.recover(troubles)
 
     def requester(self, bound: int | None = None) -> Requester:
