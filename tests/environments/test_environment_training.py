@@ -219,6 +219,6 @@ def test_what_does_not_suit_is_told_before_a_model_is_loaded(tmp_path):
         trained(tmp_path, [GUESS | {"max_turns": 0}, {"path": "support.worlds:Solved"}], [{"prompt": "text"}] * 16)
     assert len(error.value.problems) == 4
     seen = {"seen": [row | {"images": [painters.painted("red")]} for row in asked()]}
+    args, words = GRPOExtConfig(str(tmp_path), **tiny.TRAINING), tiny.tokenizer()
     with pytest.raises(ConfigError, match="so the model would not see the images"):
-        args, words = GRPOExtConfig(str(tmp_path), **tiny.TRAINING), tiny.tokenizer()
         GRPOExtTrainer(tiny.model(), None, args, asked(), seen, environments=[GUESS], processing_class=words)
