@@ -11,6 +11,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.config.vllm import tool_problems
 from support import tiny, tool_caller, worlds
 
 KINDS = {"stock": (GRPOTrainer, GRPOConfig), "ours": (GRPOExtTrainer, GRPOExtConfig)}
@@ -133,3 +134,11 @@ def test_answers_of_tools_have_no_part_in_the_loss(tmp_path):
     assert not touched[~sampled].any()
     behind = (batch["tool_mask"] == 0).cumsum(dim=1) > 0
     assert touched[sampled & behind].any()
+
+
+@pytest.mark.parametrize(("size", "problems"), [(1, 0), (2, 1)])
+def test_tools_are_refused_where_processes_share_an_engine(size, problems, tmp_path):
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": size}
+    args = GRPOExtConfig(str(tmp_path), **(tiny.TRAINING | settings))
+    found = [*tool_problems(args, {"tools": [worlds.add], "environment_factory": None})]
+    assert [problem.field for problem in found] == ["tools"] * problems

@@ -11,7 +11,7 @@ from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.engine_options import ENGINE_OPTION_RULES
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import Conflict, Rule
-from grpo_ext.errors import Problem
+from grpo_ext.errors import ABSENT, Problem
 
 
 def missing(config: GRPOExtArguments) -> Iterator[Problem]:
@@ -53,6 +53,15 @@ def whole_weights(config: GRPOExtArguments) -> str | None:
     if config.vllm_mode == "colocate":
         return "vllm_enable_sleep_mode drops the base between rollouts" if config.vllm_enable_sleep_mode else None
     return "vllm_weight_transfer: nccl sends whole weights" if config.vllm_weight_transfer == "nccl" else None
+
+
+def tool_problems(config: GRPOExtArguments, rollouts: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield the problem of tools where processes share an engine: their rows have other numbers of turns."""
+    shared = config.use_vllm and config.vllm_mode == "colocate" and config.vllm_tensor_parallel_size > 1
+    for name in (name for name in ("tools", "environment_factory") if shared and rollouts[name]):
+        reason = "TRL's loop would take the completions of other processes, whose rows have other numbers of turns"
+        cure = "Set vllm_tensor_parallel_size: 1, or vllm_mode: server, or list the tools in environments."
+        yield Problem(name, ABSENT, reason, cure, {"vllm_tensor_parallel_size": config.vllm_tensor_parallel_size})
 
 
 def splits_weights() -> bool:

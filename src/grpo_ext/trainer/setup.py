@@ -28,7 +28,7 @@ from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.rules import plain, refusal
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import rollout_problems
-from grpo_ext.config.vllm import leaves_packed, missing, packs_while_loading, quantized_problem
+from grpo_ext.config.vllm import leaves_packed, missing, packs_while_loading, quantized_problem, tool_problems
 from grpo_ext.data.eval_sets import best_metric_problems
 from grpo_ext.data.images import image_columns
 from grpo_ext.data.python_data import Data
@@ -122,6 +122,7 @@ def check(
     problems: list[Problem] = [*missing(args), *_uninstalled(args, trl.get("optimizers")), *data.problems, *found]
     problems += [*setting_problems(specs, args), *beside_problems(specs, rollouts)]
     problems += [*rollout_problems(args, rollouts["rollout_func"]), *process_engine.rollout_problems(args, rollouts)]
+    problems += tool_problems(args, rollouts)
     problems += routes.rollout_problems(args, {**rollouts, "environments": specs})
     problems += quantized_problems(args, model, trl.get("quantization_config"))
     adapters = [peft_config] if peft_config is not None else [*getattr(model, "peft_config", {}).values()]
