@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-from grpo_ext.data.messages import in_parts
+from grpo_ext.config.images import in_parts
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from support import painters, seeing, tiny
 from support.vllm_runs import HEADS

@@ -12,6 +12,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.config.images import described
 from grpo_ext.data.config import DataConfig
 from grpo_ext.data.images import with_images
 from grpo_ext.data.loading import load_datasets
@@ -19,7 +20,6 @@ from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.packing.images import COUNT, IMAGES
 from grpo_ext.packing.micro_batches import MicroBatch, of_active_rows, regroup, rows_of, trim
 from grpo_ext.recipe.parsing import load_recipe
-from grpo_ext.rollout.images import described
 from grpo_ext.train import train
 from grpo_ext.trainer.nan_report import on_cpu
 from support import seeing, tiny

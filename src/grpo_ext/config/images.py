@@ -1,6 +1,7 @@
-"""Settings that are not shown to be right for prompts with images: refused where there are any."""
+"""Conversations with images, and the settings that are not shown to be right for them: refused where there are any."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.process_engine import samples_in_process
@@ -8,6 +9,39 @@ from grpo_ext.config.routes import rollout_problems as route_problems
 from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.vllm import splits_weights
 from grpo_ext.errors import ABSENT, Problem
+
+
+def images_in(prompt: object) -> list[Any]:
+    """Return the images in the content parts of a conversation."""
+    messages = prompt if isinstance(prompt, list) else []
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part.get("image") for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+
+
+def described(prompt: Any) -> Any:
+    """Return a conversation with content parts as one text, in which an image is its size: a column of a table."""
+    messages = prompt if isinstance(prompt, list) else []
+    if not any(isinstance(message.get("content"), list) for message in messages):
+        return prompt
+    return [{**message, "content": _as_text(message.get("content"))} for message in messages]
+
+
+def _as_text(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return "".join(_shown(part) if isinstance(part, dict) else str(part) for part in content)
+
+
+def _shown(part: dict[str, Any]) -> str:
+    size = getattr(part.get("image"), "size", None)
+    return str(part.get("text", part)) if size is None else f"[image {size[0]}x{size[1]}]"
+
+
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text is a content part, as templates of models that take images want it."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def image_problems(config: GRPOExtArguments, columns: object) -> Iterator[Problem]:

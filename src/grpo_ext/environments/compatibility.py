@@ -10,9 +10,9 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.images import in_parts
 from grpo_ext.config.setting import ENVIRONMENTS
 from grpo_ext.config.settings import row_of
-from grpo_ext.data.messages import in_parts
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.environments.hosts import most_episodes
 from grpo_ext.environments.protocol import ENVIRONMENT_COLUMN, PARTS_CURE, RESET, has_tools, medium

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from grpo_ext.data.messages import described, images_in
+from grpo_ext.config.images import described, images_in
 from grpo_ext.environments.agents import Agents
 from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.environments.episode import Call, Episode, EpisodeFigures, EpisodeLimits, MessageParser, Task

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from grpo_ext.data.messages import described, images_in, in_parts
+from grpo_ext.config.images import described, images_in, in_parts
 from grpo_ext.environments.protocol import Message
 
 T = TypeVar("T")

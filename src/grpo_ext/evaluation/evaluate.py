@@ -20,9 +20,9 @@ from accelerate.utils import gather_object
 from transformers import GenerationConfig
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.images import described
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.eval_sets import EvalSet
-from grpo_ext.data.messages import described
 from grpo_ext.data.rows import Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import RewardError, SamplerLost, without_secrets

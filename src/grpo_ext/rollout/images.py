@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from grpo_ext.data.messages import described, images_in
+from grpo_ext.config.images import described, images_in
 from grpo_ext.errors import ABSENT, DataError, Problem
 from grpo_ext.objective.trajectory import Trajectory
 from grpo_ext.packing.images import OF_TOKENS, RowImages, joined_fields, no_images, row_images

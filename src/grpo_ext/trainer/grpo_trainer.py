@@ -15,11 +15,11 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 from grpo_ext.config.adapters import checkpointing_problems, make_portable
 from grpo_ext.config.grpo_config import GRPOExtConfig
+from grpo_ext.config.images import described
 from grpo_ext.config.loss import idle_clip
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.precision import precision
 from grpo_ext.config.truncation import adapter_problems, scores_over_support
-from grpo_ext.data.messages import described
 from grpo_ext.data.python_data import python_data
 from grpo_ext.environments.composition import EnvironmentSpec
 from grpo_ext.errors import ConfigError

@@ -10,10 +10,9 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.images import image_problems, rollout_problems
+from grpo_ext.config.images import image_problems, images_in, rollout_problems
 from grpo_ext.data.chat_template import prompt_ids
 from grpo_ext.data.images import image_columns
-from grpo_ext.data.messages import images_in
 from grpo_ext.errors import ABSENT, ConfigError, Problem
 from grpo_ext.packing.images import COUNT, RowImages
 from grpo_ext.packing.rotary import fix_rotary, growing, longest_possible, unchanged_until

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import TrainerState
 
-from grpo_ext.data.messages import described
+from grpo_ext.config.images import described
 from grpo_ext.errors import without_secrets
 from grpo_ext.rollout.rollout_batch import Generated, RolloutBatch
 

@@ -15,13 +15,12 @@ from transformers import Trainer
 from trl.data_utils import apply_chat_template, is_conversational
 from trl.extras.profiling import profiling_context
 
-from grpo_ext.config.images import image_problems
+from grpo_ext.config.images import image_problems, images_in
 from grpo_ext.config.mappings import as_mapping
 from grpo_ext.config.process_engine import samples_by_server
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.chat_template import template_opens
 from grpo_ext.data.images import with_images
-from grpo_ext.data.messages import images_in
 from grpo_ext.environments.episode import EpisodeLimits
 from grpo_ext.packing.images import RowImages
 from grpo_ext.packing.scorer import Scorer

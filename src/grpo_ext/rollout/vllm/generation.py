@@ -138,7 +138,8 @@ class Generation(PushedEngine):
         """
         prompts = [context for request in requests for context in request.contexts]
         images = [request.images for request in requests] if any(request.images for request in requests) else None
-        own = partial(self.llm.generate, **{"lora_request": self._loaded} if self.adapts else {})
+        adapter: dict[str, Any] = {"lora_request": self._loaded} if self.adapts else {}
+        own = partial(self.llm.generate, **adapter)
         generate = own if routes is None or not self.with_routes else partial(_noting_routes, own, routes)
         if requests and requests[0].seed is None:
             with temporarily(self.llm, generate=generate):

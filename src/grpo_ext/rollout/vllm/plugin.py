@@ -64,7 +64,8 @@ def keep_expanded_prompts() -> None:
     """
     from vllm.multimodal.processing import BaseMultiModalProcessor
 
-    expanded = BaseMultiModalProcessor._apply_prompt_updates
+    processors: Any = BaseMultiModalProcessor
+    expanded = processors._apply_prompt_updates
     if expanded.__name__ == "_kept":  # vLLM may load its plugins more than once
         return
 
@@ -74,4 +75,4 @@ def keep_expanded_prompts() -> None:
             return token_ids, found
         return expanded(processor, token_ids, updates)
 
-    BaseMultiModalProcessor._apply_prompt_updates = _kept
+    processors._apply_prompt_updates = _kept
