@@ -5,9 +5,11 @@ import re
 
 import pytest
 import torch
+from PIL import Image
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.data.messages import in_parts
+from grpo_ext.environments.loop import _state
 from grpo_ext.environments.rendering import CannotRender, Renderer
 from support import painters, seeing, tiny
 from support.vllm_runs import HEADS
@@ -162,3 +164,26 @@ def test_a_template_that_leaves_out_an_image_is_seen():
     message = {"role": "user", "content": [painters.part(painters.painted("red")), {"type": "text", "text": "a"}]}
     with pytest.raises(CannotRender, match="leaves out a message of role 'user'"):
         Renderer(words, {}).opening([message], None)
+
+
+@pytest.mark.parametrize("shared_prefix", ["auto", "true", "false"])
+def test_a_batch_may_have_images_and_rewritten_contexts(shared_prefix, tmp_path):
+    options = {"beta": 0.1, "num_generations": 2, "shared_prefix": shared_prefix}
+    trainer = build("qwen2_5_vl", tmp_path, f"{HERE}:Mixed", rows=ASKED, dtype=torch.float32, **options)
+    trainer.train()
+    trajectories, batch = trainer.generated.extra["trajectory"], trainer.batch
+    assert "parents" in batch
+    assert any(trainer.generated.images)
+    for known, one in zip(batch["ref_per_token_logps"], trajectories, strict=True):
+        places = torch.tensor(one.tree.turns)
+        for number, turn in enumerate(one.turns):
+            row, begin = turn.context + turn.sampled, len(turn.context)
+            scores = seeing.scored_row("qwen2_5_vl", trainer.model, row, turn.images)[begin - 1 : -1]
+            of_turn = known[: len(places)][places == number]
+            assert (of_turn - seeing.of(scores, turn.sampled)).abs().max() < 1e-4
+
+
+def test_states_differ_by_the_colours_of_a_palette():
+    red, blue = ([painters.part(Image.new("P", (28, 28), colour))] for colour in ("red", "blue"))
+    states = [_state([{"role": "user", "content": parts}]) for parts in (red, blue, red)]
+    assert states[0] == states[2] != states[1]

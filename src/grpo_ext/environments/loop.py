@@ -313,5 +313,6 @@ class EpisodeLoop:
 
 def _state(observation: list[Message]) -> str:
     """Return what tells an environment's messages from others: of images their bytes, not their place in memory."""
-    images = [hashlib.sha256(image.tobytes()).hexdigest() for image in images_in(observation)]
+    coloured = (one.convert("RGBA") if one.mode == "P" else one for one in images_in(observation))
+    images = [hashlib.sha256(image.tobytes()).hexdigest() for image in coloured]
     return repr((described(observation), images) if images else observation)
