@@ -187,3 +187,12 @@ def test_states_differ_by_the_colours_of_a_palette():
     red, blue = ([painters.part(Image.new("P", (28, 28), colour))] for colour in ("red", "blue"))
     states = [_state([{"role": "user", "content": parts}]) for parts in (red, blue, red)]
     assert states[0] == states[2] != states[1]
+
+
+def test_a_prompt_may_name_an_image_by_its_path(tmp_path):
+    painters.painted("red").save(tmp_path / "red.png")
+    parts = [painters.part(str(tmp_path / "red.png")), {"type": "text", "text": "a"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}]}] * 8
+    trainer = build("qwen2_5_vl", tmp_path / "run", f"{HERE}:Gallery", rows=rows, dtype=torch.float32)
+    trainer.train()
+    assert trainer.state.log_history[0]["environments/Gallery/failed"] == 0
