@@ -11,7 +11,7 @@ from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.data.messages import in_parts
 from grpo_ext.environments.loop import _state
 from grpo_ext.environments.rendering import CannotRender, Renderer
-from support import painters, seeing, tiny
+from support import chat_templates, painters, seeing, tiny
 from support.vllm_runs import HEADS
 
 HERE = painters.__file__
@@ -123,6 +123,22 @@ def test_a_conversation_has_the_ids_that_its_processor_makes_of_the_whole(family
     [ids] = words.apply_chat_template([whole], tokenize=True, return_dict=True)["input_ids"]
     assert context.ids == list(ids)
     assert [image.size for image in context.images] == [one["image"].size for one in shown]
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_a_space_that_a_template_prints_before_an_answer_rewrites_nothing(name):
+    words = seeing.processor("idefics3")
+    words.chat_template = (chat_templates.FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    renderer, shown = Renderer(words, {}), [painters.part(painters.painted("red"))]
+    opening, news = [{"role": "user", "content": shown}], [{"role": "user", "content": shown}]
+    context = renderer.opening(opening, None)
+    sampled = words.tokenizer.convert_tokens_to_ids([" ", "c", "<end_of_utterance>"])
+    context, said = renderer.following(context, sampled, opening, {"role": "assistant", "content": " c"}, news, None)
+    whole = [*opening, in_parts(said), *news]
+    [ids] = words.apply_chat_template([whole], tokenize=True, return_dict=True, add_generation_prompt=True)[
+        "input_ids"
+    ]
+    assert context.ids == list(ids)
 
 
 def fails(folder, fault, kind="idefics3", **options):
