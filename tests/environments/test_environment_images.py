@@ -212,3 +212,16 @@ def test_a_prompt_may_name_an_image_by_its_path(tmp_path):
     trainer = build("qwen2_5_vl", tmp_path / "run", f"{HERE}:Gallery", rows=rows, dtype=torch.float32)
     trainer.train()
     assert trainer.state.log_history[0]["environments/Gallery/failed"] == 0
+
+
+def test_a_turn_with_images_is_drawn_by_the_numbers_of_its_episode(tmp_path):
+    """Whatever was sampled by torch's random state before it, and whichever turns were in its wave."""
+    sampled = []
+    for waves in ("ready", "turn"):
+        trainer = build(
+            "qwen2_5_vl", tmp_path, f"{HERE}:Mixed", rows=ASKED, dtype=torch.float32, environment_waves=waves
+        )
+        torch.rand(len(waves))
+        trainer.train()
+        sampled.append(trainer.generated.completion_ids)
+    assert sampled[0] == sampled[1]
