@@ -5,11 +5,13 @@ import re
 
 import pytest
 import torch
+from PIL import Image
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.config.images import in_parts
+from grpo_ext.environments.loop import _state
 from grpo_ext.environments.rendering import CannotRender, Renderer
-from support import painters, seeing, tiny
+from support import chat_templates, painters, seeing, tiny
 from support.vllm_runs import HEADS
 
 HERE = painters.__file__
@@ -123,6 +125,22 @@ def test_a_conversation_has_the_ids_that_its_processor_makes_of_the_whole(family
     assert [image.size for image in context.images] == [one["image"].size for one in shown]
 
 
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_a_space_that_a_template_prints_before_an_answer_rewrites_nothing(name):
+    words = seeing.processor("idefics3")
+    words.chat_template = (chat_templates.FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    renderer, shown = Renderer(words, {}), [painters.part(painters.painted("red"))]
+    opening, news = [{"role": "user", "content": shown}], [{"role": "user", "content": shown}]
+    context = renderer.opening(opening, None)
+    sampled = words.tokenizer.convert_tokens_to_ids([" ", "c", "<end_of_utterance>"])
+    context, said = renderer.following(context, sampled, opening, {"role": "assistant", "content": " c"}, news, None)
+    whole = [*opening, in_parts(said), *news]
+    [ids] = words.apply_chat_template([whole], tokenize=True, return_dict=True, add_generation_prompt=True)[
+        "input_ids"
+    ]
+    assert context.ids == list(ids)
+
+
 def fails(folder, fault, kind="idefics3", **options):
     entry = {"path": f"{HERE}:Faulty", "kwargs": {"fault": fault}, "max_turns": 3}
     trainer = build(kind, folder, entry, rows=ASKED, dtype=torch.float32, **options)
@@ -162,3 +180,48 @@ def test_a_template_that_leaves_out_an_image_is_seen():
     message = {"role": "user", "content": [painters.part(painters.painted("red")), {"type": "text", "text": "a"}]}
     with pytest.raises(CannotRender, match="leaves out a message of role 'user'"):
         Renderer(words, {}).opening([message], None)
+
+
+@pytest.mark.parametrize("shared_prefix", ["auto", "true", "false"])
+def test_a_batch_may_have_images_and_rewritten_contexts(shared_prefix, tmp_path):
+    options = {"beta": 0.1, "num_generations": 2, "shared_prefix": shared_prefix}
+    trainer = build("qwen2_5_vl", tmp_path, f"{HERE}:Mixed", rows=ASKED, dtype=torch.float32, **options)
+    trainer.train()
+    trajectories, batch = trainer.generated.extra["trajectory"], trainer.batch
+    assert "parents" in batch
+    assert any(trainer.generated.images)
+    for known, one in zip(batch["ref_per_token_logps"], trajectories, strict=True):
+        places = torch.tensor(one.tree.turns)
+        for number, turn in enumerate(one.turns):
+            row, begin = turn.context + turn.sampled, len(turn.context)
+            scores = seeing.scored_row("qwen2_5_vl", trainer.model, row, turn.images)[begin - 1 : -1]
+            of_turn = known[: len(places)][places == number]
+            assert (of_turn - seeing.of(scores, turn.sampled)).abs().max() < 1e-4
+
+
+def test_states_differ_by_the_colours_of_a_palette():
+    red, blue = ([painters.part(Image.new("P", (28, 28), colour))] for colour in ("red", "blue"))
+    states = [_state([{"role": "user", "content": parts}]) for parts in (red, blue, red)]
+    assert states[0] == states[2] != states[1]
+
+
+def test_a_prompt_may_name_an_image_by_its_path(tmp_path):
+    painters.painted("red").save(tmp_path / "red.png")
+    parts = [painters.part(str(tmp_path / "red.png")), {"type": "text", "text": "a"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}]}] * 8
+    trainer = build("qwen2_5_vl", tmp_path / "run", f"{HERE}:Gallery", rows=rows, dtype=torch.float32)
+    trainer.train()
+    assert trainer.state.log_history[0]["environments/Gallery/failed"] == 0
+
+
+def test_a_turn_with_images_is_drawn_by_the_numbers_of_its_episode(tmp_path):
+    """Whatever was sampled by torch's random state before it, and whichever turns were in its wave."""
+    sampled = []
+    for waves in ("ready", "turn"):
+        trainer = build(
+            "qwen2_5_vl", tmp_path, f"{HERE}:Mixed", rows=ASKED, dtype=torch.float32, environment_waves=waves
+        )
+        torch.rand(len(waves))
+        trainer.train()
+        sampled.append(trainer.generated.completion_ids)
+    assert sampled[0] == sampled[1]

@@ -64,6 +64,18 @@ class Painter:
         return float(self.calls)
 
 
+class Mixed(Conversation):
+    """Shows a picture where the prompt is a vowel, else begins afresh."""
+
+    def reset(self, row):
+        self.shows, self.turns = row["prompt"][0]["content"] in "aeiou", 0
+
+    def step(self, message):
+        self.turns += 1
+        news = [part(painted("red"))] if self.shows else "b"
+        return Step(news, reward=float(len(message["content"])), done=self.turns == 3, afresh=not self.shows)
+
+
 class Faulty(Conversation):
     """Shows what cannot be shown."""
 

@@ -313,5 +313,11 @@ class EpisodeLoop:
 
 def _state(observation: list[Message]) -> str:
     """Return what tells an environment's messages from others: of images their bytes, not their place in memory."""
-    images = [hashlib.sha256(image.tobytes()).hexdigest() for image in images_in(observation)]
+    images = [hashlib.sha256(_content_of(image)).hexdigest() for image in images_in(observation)]
     return repr((described(observation), images) if images else observation)
+
+
+def _content_of(image: Any) -> bytes:
+    """Return the bytes of an image, or the path of one that a prompt names."""
+    image = image.convert("RGBA") if getattr(image, "mode", "") == "P" else image
+    return repr(image).encode() if isinstance(image, str) else image.tobytes()

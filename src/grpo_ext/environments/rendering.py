@@ -88,21 +88,23 @@ class Renderer:
     ) -> tuple[Context, Message]:
         """Return the context after a finished turn, and the policy's message as the history keeps it.
 
-        Two forms of the message are tried: the text as written, then the parsed message, because some templates render
-        a tool's answer only after a message with `tool_calls`. A form counts only if the template renders all of
-        `news` after it. The first form whose text extends the conversation wins; if neither does, the parsed form of
-        a tool call, else the written form. `written` is given where the last token does not end the message.
+        Three forms of the message are tried: the text as written, without space at its beginning, which some templates
+        print themselves, and the parsed message, because some templates render a tool's answer only after a message
+        with `tool_calls`. A form counts only if the template renders all of `news` after it. The first form whose text
+        extends the conversation wins; if none does, the parsed form of a tool call, else the written form. `written`
+        is given where the last token does not end the message.
 
         Raises:
-            CannotRender: the template takes neither form, or omits a message of `news`.
+            CannotRender: the template takes no form, or omits a message of `news`.
             TooLong: the context has far more than `most` tokens.
         """
         sampled_text = self.decoded(sampled)
         closing = self.decoded(sampled[-1:])
         written = written or {"role": "assistant", "content": sampled_text.removesuffix(closing)}
+        begun = {**written, "content": (written.get("content") or "").lstrip()}
         rewritten: list[tuple[str, Message]] = []
         failure: CannotRender | None = None
-        for message in (written, self._split(parsed)):
+        for message in (written, begun, self._split(parsed)):
             try:
                 text = self._text([*history, message, *news], tools)
                 self._require_rendered([*history, message], news, tools)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.packing.attention import ForeignAttention
 from grpo_ext.packing.forward import positions_moved, rounded_differently
+from grpo_ext.packing.images import RowImages
 from grpo_ext.packing.layout import Layout, pack
 from grpo_ext.packing.obstacles import Policy, causal_lm, most_tokens, obstacles, text_model
 from grpo_ext.packing.recurrent import is_recurrent
@@ -118,7 +119,7 @@ CURE = "Set shared_prefix to auto or false."
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Plain = Callable[..., Scores]
 """TRL's forward. Arguments: tokens and mask [rows, width], columns of completions; `support`, their sets; `experts`,
-the routes of their tokens, [tokens, layers, experts]."""
+the routes of their tokens, [tokens, layers, experts]; `images` of each row."""
 Packed = Callable[..., Scores]
 """`forward.log_probs` of a model. Arguments: tokens, layout, columns of completions; `support` likewise."""
 
@@ -244,12 +245,13 @@ class PrefixSharing:
         parents: Tensor | None = None,
         support: Sequence[Tensor] | None = None,
         routes: Sequence[Tensor] | None = None,
+        images: Sequence[RowImages] | None = None,
     ) -> Scores:
         """Log-probabilities, entropies, auxiliary loss of a batch, `batch_size` rows at a time.
 
         `parents` [rows, completion], as in `tree`, of trajectories whose contexts were rewritten; `support` the sets
         that each row's tokens were drawn from, as in `packing.sampling_support`; `routes` as in `packing.routes`, of a
-        policy that shares no prompts.
+        policy that shares no prompts; `images` of each row, which is then not packed.
         """
         parts: list[Scores] = []
         extra = {"output_router_logits": True} if compute_aux_loss else {}
@@ -260,13 +262,14 @@ class PrefixSharing:
             given: dict[str, Any] = {} if sets is None else {"support": sets}
             of_rows = None if parents is None else parents[rows]
             layout, tree = self.arranged(ids, active, completion, of_rows, whole=compute_aux_loss)
-            if layout is not None:
+            if layout is not None and not images:
                 logps, entropies, aux_loss = packed(ids, layout, completion, **extra, **given)
                 parts.append((logps, entropies if compute_entropy else None, aux_loss))
             else:
                 experts = None if routes is None else padded(routes[rows], active, completion).flatten(0, 1)
                 forward = plain if experts is None else partial(plain, experts=experts)
-                parts.append(self._by_rows(forward, ids, active, completion, tree, sets))
+                seen = images[rows] if images else None
+                parts.append(self._by_rows(forward, ids, active, completion, tree, sets, seen))
         return concatenated(parts)
 
     def _by_rows(
@@ -277,27 +280,33 @@ class PrefixSharing:
         completion: int,
         tree: np.ndarray | None,
         support: SamplingSupport | None,
+        images: Sequence[RowImages] | None,
     ) -> Scores:
         """Score by the plain forward; trees in several forwards, each of at most the micro-batch's positions.
 
         Every forward and backward may hold collectives, so all processes need the same number: a process with fewer
         contexts repeats a row, with a weight of zero.
         """
-        batches, places, supports = [(input_ids, mask, completion)], None, [support]
+        batches, places, supports, seen = [(input_ids, mask, completion)], None, [support], [images]
         if tree is not None:
             rows, found = plain_rows(
                 input_ids.cpu().numpy(), mask.cpu().numpy(), tree, None if self.possible else len(input_ids)
             )
             batches = [(_tensor(r.input_ids, mask), _tensor(r.mask, mask), r.completion) for r in rows]
             places = _tensor(found, mask)
+            seen = [images and [images[i] for i in r.sources] for r in rows]
             sizes = [len(ids) * columns for ids, _, columns in batches]
             supports = [None] * len(batches) if support is None else [*support.moved(places, sizes)]
         count = len(batches) if self.agreed is None or self.possible else self.agreed(len(batches))
-        both = zip(batches, supports, strict=True)
-        scores = [plain(*batch) if sets is None else plain(*batch, sets) for batch, sets in both]
+        given = [
+            ({} if sets is None else {"support": sets}) | ({"images": of_rows} if of_rows else {})
+            for sets, of_rows in zip(supports, seen, strict=True)
+        ]
+        scores = [plain(*batch, **more) for batch, more in zip(batches, given, strict=True)]
         ids, active, columns = batches[-1]
+        first = {"images": seen[-1][:1]} if seen[-1] else {}
         for _ in range(count - len(batches)):
-            spare = plain(ids[:1], active[:1], columns)[0].sum() * 0.0
+            spare = plain(ids[:1], active[:1], columns, **first)[0].sum() * 0.0
             scores[0] = (scores[0][0] + spare, *scores[0][1:])
         return scores[0] if places is None else _gathered(scores, [active.sum() for _, active, _ in batches], places)
 

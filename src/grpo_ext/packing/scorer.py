@@ -21,7 +21,7 @@ from grpo_ext.packing.layout import Layout
 from grpo_ext.packing.lm_head import labelled_positions_only
 from grpo_ext.packing.micro_batches import PARENTS, MicroBatch, of_active_rows
 from grpo_ext.packing.obstacles import causal_lm
-from grpo_ext.packing.policy import PrefixSharing, Scores, concatenated
+from grpo_ext.packing.policy import PrefixSharing, Scores
 from grpo_ext.packing.routes import ROUTES, Replayed, routed
 from grpo_ext.packing.sampling_support import SUPPORTS, SamplingSupport
 from grpo_ext.packing.token_budget import Part, TokenBudget, within_budget
@@ -194,7 +194,7 @@ class Scorer:
         """
         options: dict[str, Any] = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         sharing, has_images = self.sharing, bool(images) or any(x is not None for x in multimodal.values())
-        if parents is not None and has_images:
+        if parents is not None and has_images and not images:
             raise ValueError("a trajectory whose context was rewritten cannot hold images yet. Leave one of them out.")
         if sampling_supports is not None and has_images and not images:
             raise ValueError(
@@ -205,19 +205,18 @@ class Scorer:
         if routes is not None and (has_images or parents is not None):
             raise ValueError("routes are not replayed with images or rewritten contexts. Remove replay_routes.")
         plainly = all(x is None for x in (self.limit, parents, sampling_supports, routes))
-        batch = input_ids, attention_mask, logits_to_keep, batch_size
-        if images:
-            return self._seeing(model, *batch, images, sampling_supports, options)
-        if has_images or (plainly and not sharing.possible and sharing.agreed is None):
-            return self.stock(model, *batch, **options, **multimodal)
+        if not images and (has_images or (plainly and not sharing.possible and sharing.agreed is None)):
+            return self.stock(model, input_ids, attention_mask, logits_to_keep, batch_size, **options, **multimodal)
 
-        self.check(model, input_ids.device)
+        if not images:
+            self.check(model, input_ids.device)
         plain, packed = partial(self._plain, model, options), partial(self._packed, model)
         score: Callable[..., Scores] = partial(sharing.scores, plain, packed, **options)
         rows = input_ids, attention_mask, logits_to_keep
         if self.limit is not None:
             return within_budget(self.limit, score, *rows, parents, sampling_supports, routes)
-        return score(*rows, batch_size or len(input_ids), parents=parents, support=sampling_supports, routes=routes)
+        further = {"parents": parents, "support": sampling_supports, "routes": routes, "images": images}
+        return score(*rows, batch_size or len(input_ids), **further)
 
     def check(self, model: nn.Module, device: torch.device) -> None:
         """Compare the packed forward with the plain one, once, and share no prompts if they differ."""
@@ -235,7 +234,9 @@ class Scorer:
         completion: int,
         support: SamplingSupport | None = None,
         experts: Tensor | None = None,
+        images: Sequence[RowImages] | None = None,
     ) -> Scores:
+        options = {**options, **(forward_arguments(images, mask, completion) if images else {})}
         sets = None if support is None else partial(support.of_positions, mask, completion)
         replayed = None if experts is None else Replayed(experts)
         with (
@@ -253,27 +254,6 @@ class Scorer:
 
     def _base(self, model: nn.Module) -> PreTrainedModel:
         return causal_lm(self.accelerator.unwrap_model(model))
-
-    def _seeing(
-        self,
-        model: nn.Module,
-        input_ids: Tensor,
-        mask: Tensor,
-        completion: int,
-        batch_size: int | None,
-        images: Sequence[RowImages],
-        support: Sequence[Tensor] | None,
-        options: dict[str, Any],
-    ) -> Scores:
-        """Score rows with images by TRL's forward, `batch_size` rows at a time; each call gets whole rows."""
-        size = batch_size or len(input_ids)
-        parts: list[Scores] = []
-        for begin in range(0, len(input_ids), size):
-            rows = slice(begin, begin + size)
-            seen = options | forward_arguments(images[rows], mask[rows], completion)
-            sets = None if support is None else SamplingSupport.of(support[rows], completion, input_ids.device)
-            parts.append(self._plain(model, seen, input_ids[rows], mask[rows], completion, sets))
-        return concatenated(parts)
 
 
 @contextmanager

@@ -153,6 +153,8 @@ class PlainRows:
     mask: Ids
     completion: int
     """Number of last columns whose log-probabilities are wanted."""
+    sources: list[int]
+    """The row that each is a context of."""
 
 
 def plain_rows(
@@ -180,7 +182,7 @@ def plain_rows(
             ids[number, columns] = input_ids[row, np.concatenate([lead, rest])]
             active[number, columns] = 1
             places[row, rest - start] = base + number * right + np.arange(len(rest))
-        batches.append(PlainRows(ids, active, right))
+        batches.append(PlainRows(ids, active, right, [ways[i][0] for i in part]))
         base += len(part) * right
     return batches, places
 

@@ -1,6 +1,6 @@
 """A record of a sampler's draws: log-probabilities of the tokens, and the sets they were drawn from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,20 +46,24 @@ class DrawLog:
 
     Args:
         support: records the tokens that may be drawn too.
+        draw: draws a token of each row by their probabilities, in a step of this number; None: `generate` does.
     """
 
-    def __init__(self, support: SupportLog | None = None) -> None:
-        self.support = support
+    def __init__(self, support: SupportLog | None = None, draw: Callable[[Tensor, int], Tensor] | None = None) -> None:
+        self.support, self.draw = support, draw
         self._drawn: list[Tensor] = []
         self._last: Tensor | None = None
 
     def __call__(self, ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocabulary"]) -> Tensor:
-        """Note the last token, which was drawn by the scores before these; return the scores as they are."""
+        """Note the last token, which was drawn by the scores before these; return these, or the token that is next."""
         self._note(ids)
         self._last = scores.float().log_softmax(dim=1)
         if self.support is not None:
             self.support.add(scores)
-        return scores
+        if self.draw is None:
+            return scores
+        token = self.draw(self._last.exp(), len(self._drawn))
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
     def _note(self, ids: Tensor) -> None:
         if self._last is not None:

@@ -28,7 +28,7 @@ from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.ratios import widest
 from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
 from grpo_ext.packing.rotary import forgets_beyond
-from grpo_ext.rollout.decoding import decode, ended, padded
+from grpo_ext.rollout.decoding import decode, ended, padded, picked
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import uniform_numbers
@@ -90,7 +90,9 @@ class GroupedEngine:
         self._check_length(model, inputs["input_ids"].shape[1] + inputs["generation_config"].max_new_tokens)
         mode = inputs["generation_config"].get_generation_mode()
         records = self.records and model.training and mode is GenerationMode.SAMPLE
-        draws = DrawLog(log) if records else None
+        numbers = None if uniforms is None else uniforms.to(inputs["input_ids"].device)
+        draw = None if numbers is None else lambda shares, step: picked(shares, numbers[:, step])
+        draws = DrawLog(log, draw) if records else None
         if draws is None and log is None:
             return model.generate(**inputs), found
         output = model.generate(**inputs, custom_generate=_recorded(draws or DrawLog(log)))

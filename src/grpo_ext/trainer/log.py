@@ -91,8 +91,11 @@ class Log:
         table["advantages"].extend(advantages)
         for column in sorted(set(gather_object(list(shown[2])))):  # in the same order on all processes
             table["extra"][column].extend(gather_object(shown[2].get(column, [None] * count)))
-        if images and any(gather_object([generated.images is not None])):
-            table["images"].extend(gather_object(generated.images or [None] * count))
+        if images:  # some processes and some generations may have none
+            seen = gather_object(generated.images or [None] * count)
+            if any(seen) or table["images"]:
+                gap = len(table["prompt"]) - len(table["images"]) - len(seen)
+                table["images"].extend([*[None] * gap, *seen])
 
 
 def length_figures(lengths: Float[Tensor, " rows"], cut: Float[Tensor, " rows"]) -> dict[str, float]:

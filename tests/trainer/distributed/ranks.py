@@ -30,7 +30,7 @@ from grpo_ext.rewards.runtime import Runtime
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.train import leave_process_group
 from grpo_ext.trainer.scoring import SHARDED
-from support import interrupted, poisoned, seeing, tiny, trainers, tuners, worlds
+from support import interrupted, painters, poisoned, seeing, tiny, trainers, tuners, worlds
 from support.dealt import AT_A_TIME, LIMITS, SAMPLES, dealing
 from support.dealt import rows as dealt_rows
 from support.estimators import everything
@@ -430,6 +430,19 @@ def environment(model: str, output: str) -> None:
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     seen = {"failed": trainer.failed, "weights": weights, "log": log}
     torch.save(seen, Path(output) / f"rank{args.process_index}.pt")
+
+
+def pictures(model: str, output: str) -> None:
+    """Steps whose rows have images on one rank, and contexts that were rewritten on the other."""
+    settings = tiny.TRAINING | {"per_device_train_batch_size": 2, "num_generations": 2, "max_steps": 3}
+    settings |= {"max_completion_length": 60, "completion_length_counts": "policy", "shared_prefix": "false"}
+    args = GRPOExtConfig(str(Path(output) / "run"), **settings)
+    rows = [{"prompt": [{"role": "user", "content": letter}]} for letter in "abcdefgh"]
+    words = seeing.processor("idefics3")
+    trainer = GRPOExtTrainer(model, None, args, rows, processing_class=words, environments=[painters.Mixed])
+    trainer.train()
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    torch.save(weights, Path(output) / f"rank{args.process_index}.pt")
 
 
 # Figures.
