@@ -129,7 +129,7 @@ def test_the_gradient_is_that_of_each_row_by_itself(family, settings, tmp_path):
 
 def test_fresh_prompts_with_images_replace_silent_groups(tmp_path):
     family, settings = "idefics3", {"dynamic_sampling": "reward", "gradient_accumulation_steps": 1}
-    settings["per_device_train_batch_size"] = 8
+    settings |= {"per_device_train_batch_size": 8, "rollout_engine": "generate"}
     data = seeing.rows([0, 1, 2, 1])  # a step has two prompts, of which the first is silent
     batches, error, off = step_of(family, tmp_path, data, reward=silent_without_images, **settings)
     assert all(batch["advantages"].any() for batch in batches)
@@ -306,3 +306,22 @@ def test_the_table_of_completions_shows_the_sizes_of_images():
 def test_an_image_beside_a_text_is_refused():
     with pytest.raises(DataError, match="the prompt is text, which has no place for images"):
         with_images({"prompt": "a:", "image": seeing.picture(0, 84, 56)})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_samples_what_the_whole_run_does(tmp_path):
+    """Rows with images, then rows of text, then images again: each batch chooses what decodes it."""
+    rows, logs = seeing.rows((1, 1, 0, 0, 1, 1, 0, 0)), []
+    settings = tiny.TRAINING | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.01}
+    for name in ("whole", "resumed"):
+        args = GRPOExtConfig(str(tmp_path / name), shuffle_dataset=False, **settings)
+        model, words = seeing.model("idefics3", dtype=torch.float32), seeing.processor("idefics3")
+        trainer = GRPOExtTrainer(model, [lengths], args, rows, processing_class=words)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2") if name == "resumed" else None)
+        logs.append([(entry["reward"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert len(logs[0]) == 4
+    assert logs[0] == logs[1]
+
+
+def lengths(completions, **_):
+    return [sum(map(ord, one[-1]["content"])) % 97 / 97 for one in completions]

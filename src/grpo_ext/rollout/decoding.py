@@ -182,14 +182,14 @@ class _Batch:
         """
         prompts = distinct(self.ids[:, : self.length], self.mask)
         mask = None if self.mask is None else self.mask[prompts.rows]
-        before = _random_state(self.ids.device)
+        before = random_state(self.ids.device)
         logits = self._logits(
             input_ids=self.ids[prompts.rows, : self.length],
             attention_mask=mask,
             position_ids=self.positions[prompts.rows],
             **{name: mark[prompts.rows] for name, mark in marks.items()},
         )
-        if not torch.equal(before, _random_state(self.ids.device)):
+        if not torch.equal(before, random_state(self.ids.device)):
             raise Unsupported("its forward draws random numbers, which completions of one prompt would share")
         check_layers(self.cache)
         self.rows_kept = RowCache(self.cache, prompts.of_row, mask)
@@ -293,9 +293,14 @@ def _containing(up_to: Float[Tensor, "rows parts"], number: Float[Tensor, "rows 
     return torch.minimum(part, torch.searchsorted(up_to, up_to[:, -1:].contiguous()))
 
 
-def _random_state(device: torch.device) -> Tensor:
-    source = torch if device.type == "cpu" else torch.get_device_module(device)
-    return source.get_rng_state()
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of torch's random numbers on a device."""
+    return (torch if device.type == "cpu" else torch.get_device_module(device)).get_rng_state()
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Set it."""
+    (torch if device.type == "cpu" else torch.get_device_module(device)).set_rng_state(state)
 
 
 def padding(config: GenerationConfig) -> int:

@@ -26,9 +26,10 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import OF_THE_MODEL, reshaping, scores_over_support
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.ratios import widest
+from grpo_ext.packing.images import OF_TOKENS
 from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
 from grpo_ext.packing.rotary import forgets_beyond
-from grpo_ext.rollout.decoding import decode, ended, padded, picked
+from grpo_ext.rollout.decoding import decode, ended, padded, picked, random_state, set_random_state
 from grpo_ext.rollout.prompt_cache import Unsupported
 from grpo_ext.rollout.samplers import Sampled
 from grpo_ext.rollout.seeds import uniform_numbers
@@ -54,7 +55,7 @@ class GroupedEngine:
         self, *, required: bool = False, with_support: bool = False, records: bool = True, refusal: str = ""
     ) -> None:
         self.required, self.with_support, self.records, self.refusal = required, with_support, records, refusal
-        self._looked = False
+        self._looked, self._told = False, set[str]()
 
     def refuse(self, reason: str) -> None:
         """Fall back to `model.generate` from now on.
@@ -62,36 +63,50 @@ class GroupedEngine:
         Raises:
             Unsupported: the engine is required.
         """
+        self._leave(reason)
+        self.refusal = reason
+
+    def _leave(self, reason: str) -> None:
         if self.required:
             raise Unsupported(f"rollout_engine='grouped': {reason}. Set rollout_engine: auto.")
-        self.refusal = reason
-        logger.warning(f"rollouts by transformers' own generate: {reason}.")
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.warning(f"rollouts by transformers' own generate: {reason}.")
 
     def generate(self, model: Any, uniforms: Tensor | None = None, **inputs: Any) -> tuple[Tensor, SamplerRecord]:
         """Return what `model.generate` returns for its `inputs`, and the record of the draws.
 
         Args:
             model: the policy.
-            uniforms: numbers in [0, 1), [rows, tokens], by which `decode` samples; None: torch's random state.
-            inputs: of `model.generate`.
+            uniforms: numbers in [0, 1), [rows, tokens], by which each row is drawn; None: torch's random state.
+            inputs: of `model.generate`; rows with images are left to it.
 
         Raises:
             Unsupported: decoding would not be exact, and the engine is required.
         """
         log = SupportLog(len(inputs["input_ids"])) if self.with_support and model.training else None
-        found = SamplerRecord(log=log)
+        found, device = SamplerRecord(log=log), inputs["input_ids"].device
+        images = inputs.keys() - {"input_ids", "attention_mask", "generation_config", *OF_TOKENS}
+        before = random_state(device)
+        if images and not self.refusal:
+            self._leave(f"rows have {', '.join(sorted(images))}")
         try:
-            if not self.refusal:
+            if not images and not self.refusal:
                 self._look(model)
-                ours = partial(decode, record=found, uniforms=uniforms)
+                numbers = uniforms
+                if numbers is None and model.training:  # an evaluation draws as `generate` does, whatever the launch
+                    size = len(inputs["input_ids"]), inputs["generation_config"].max_new_tokens
+                    numbers = torch.rand(*size, dtype=widest(device), device=device)
+                ours = partial(decode, record=found, uniforms=numbers)
                 return model.generate(**inputs, custom_generate=ours), found
         except Unsupported as error:
             self.refuse(str(error))
+            set_random_state(device, before)  # as in a resumed run, and in the next generation
         self._check_length(model, inputs["input_ids"].shape[1] + inputs["generation_config"].max_new_tokens)
         mode = inputs["generation_config"].get_generation_mode()
         records = self.records and model.training and mode is GenerationMode.SAMPLE
-        numbers = None if uniforms is None else uniforms.to(inputs["input_ids"].device)
-        draw = None if numbers is None else lambda shares, step: picked(shares, numbers[:, step])
+        own = None if uniforms is None else uniforms.to(device)
+        draw = None if own is None else lambda shares, step: picked(shares, own[:, step])
         draws = DrawLog(log, draw) if records else None
         if draws is None and log is None:
             return model.generate(**inputs), found
@@ -153,7 +168,6 @@ class TransformersSampler:
     ) -> list[Sampled]:
         """Sample a completion after each context, as `PolicySampler` does."""
         longest, rows = max(limits, default=1), len(contexts)
-        training = cast(Any, self.trainer.model).training
         beyond = [len(ids) + longest > self.positions for ids in contexts]
         if any(beyond) and not all(beyond) and not self.collective and not fields:
             return self._in_two(contexts, limits, streams, beyond)  # the others must not run out of positions
@@ -162,12 +176,7 @@ class TransformersSampler:
             rows, longest = max(size[0] for size in sizes), max(size[1] for size in sizes)
         if not rows:
             return []
-        device, uniforms = self.trainer.accelerator.device, None
-        if streams is not None:
-            uniforms = torch.from_numpy(uniform_numbers(streams, limits, rows, longest))
-        elif training and not self.engine.refusal:
-            # not in an evaluation, which draws as `generate` does, whatever the launch
-            uniforms = torch.rand(rows, longest, dtype=widest(device), device=device)
+        uniforms = None if streams is None else torch.from_numpy(uniform_numbers(streams, limits, rows, longest))
         filled = contexts + [[self.trainer.eos_token_ids[0]]] * (rows - len(contexts))
         try:
             made = self._generated(filled, longest, uniforms, fields)

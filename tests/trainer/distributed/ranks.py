@@ -432,7 +432,7 @@ def environment(model: str, output: str) -> None:
     torch.save(seen, Path(output) / f"rank{args.process_index}.pt")
 
 
-def pictures(model: str, output: str) -> None:
+def shown_pictures(model: str, output: str) -> None:
     """Steps whose rows have images on one rank, and contexts that were rewritten on the other."""
     settings = tiny.TRAINING | {"per_device_train_batch_size": 2, "num_generations": 2, "max_steps": 3}
     settings |= {"max_completion_length": 60, "completion_length_counts": "policy", "shared_prefix": "false"}

@@ -24,6 +24,6 @@ def test_what_fails_on_one_process_is_its_own(tmp_path):
 
 def test_images_may_be_on_one_process_only(tmp_path):
     model = seeing.save(tmp_path / "model", ends=5.0)
-    run_forked(Path(__file__).parent / "ranks.py", "pictures", model, tmp_path, config=CONFIG)
+    run_forked(Path(__file__).parent / "ranks.py", "shown_pictures", model, tmp_path, config=CONFIG)
     one, two = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
     assert torch.equal(one, two)
