@@ -26,7 +26,6 @@ from grpo_ext.config.temporary import temporarily
 from grpo_ext.config.truncation import OF_THE_MODEL, reshaping, scores_over_support
 from grpo_ext.errors import ConfigError, Problem
 from grpo_ext.objective.ratios import widest
-from grpo_ext.packing.images import OF_TOKENS
 from grpo_ext.packing.obstacles import Forward, causal_lm, forward_obstacle, obstacles
 from grpo_ext.packing.rotary import forgets_beyond
 from grpo_ext.rollout.decoding import decode, ended, padded, picked, random_state, set_random_state
@@ -86,7 +85,7 @@ class GroupedEngine:
         """
         log = SupportLog(len(inputs["input_ids"])) if self.with_support and model.training else None
         found, device = SamplerRecord(log=log), inputs["input_ids"].device
-        images = inputs.keys() - {"input_ids", "attention_mask", "generation_config", *OF_TOKENS}
+        images = [name for name in inputs if name.startswith(("image", "pixel"))]
         before = random_state(device)
         if images and not self.refusal:
             self._leave(f"rows have {', '.join(sorted(images))}")
