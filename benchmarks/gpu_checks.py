@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+sys.path[:1] = [str(Path(__file__).parents[1] / "tests"), *sys.path[:1]]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -21,7 +22,14 @@ import torch
 from accelerate.utils.operations import recursively_apply
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.commands.memory import estimate
@@ -33,6 +41,7 @@ from grpo_ext.packing.kernels import by_sdpa
 from grpo_ext.packing.merged import MergedAttention, calls_of
 from grpo_ext.rollout import transformers_engine
 from step_overhead import CHARACTERS, tokenizer
+from support import seeing
 
 DRIFT = 0.1
 """Nats between the sampler's log-probabilities and the policy's: what `rollout_drift` allows in bfloat16."""
@@ -90,9 +99,8 @@ def trainer(device: str, model: Any, **settings: Any) -> GRPOExtTrainer:
     } | settings  # fmt: skip
     adapter, rewards = settings.pop("peft_config", None), settings.pop("rewards", [vowels])
     rows = Dataset.from_list([{"prompt": f"a question about {letter}: " * 4} for letter in "abcdefgh"])
-    return GRPOExtTrainer(
-        model, rewards, GRPOExtConfig(**settings), rows, processing_class=tokenizer(), peft_config=adapter
-    )
+    rows, words = settings.pop("rows", rows), settings.pop("processing_class", None) or tokenizer()
+    return GRPOExtTrainer(model, rewards, GRPOExtConfig(**settings), rows, processing_class=words, peft_config=adapter)
 
 
 def on_policy(device: str) -> str:
@@ -333,6 +341,35 @@ def colocate(_: str) -> str:
     return drift(saved(), vllm_mode="colocate", vllm_enable_sleep_mode=True, vllm_max_model_length=512)
 
 
+def adapter_alone(_: str) -> str:
+    """Train an adapter that vLLM holds beside its base."""
+    adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    settings = {"vllm_mode": "colocate", "vllm_max_model_length": 512, "vllm_push": "adapter"}
+    return drift(saved(), **settings, peft_config=adapter)
+
+
+def images(_: str) -> str:
+    """Train a tiny Idefics3 on prompts with images."""
+    folder = Path(tempfile.mkdtemp())
+    model = seeing.save(folder, hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    data = {"rows": seeing.coloured(8), "processing_class": seeing.processor("idefics3"), "rewards": [seeing.named]}
+    return drift(model, vllm_mode="colocate", bf16=False, trust_remote_code=True, **data)
+
+
+def routes(_: str) -> str:
+    """Train a mixture of experts by the routes that vLLM returns."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(CHARACTERS), hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_experts=8,
+        num_experts_per_tok=2, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    folder = tempfile.mkdtemp()
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return drift(folder, vllm_mode="colocate", vllm_max_model_length=512, replay_routes=True)
+
+
 def qlora(_: str) -> str:
     """Train an adapter on a base in 4 bits, whose sums are pushed to vLLM."""
     adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -382,6 +419,7 @@ def server(_: str) -> str:
 
 CHECKS = {f.__name__: f for f in (
     attention, on_policy, sharing, every_loss, resume, rollouts, adapters, memory, recipe, server, colocate, qlora,
+    adapter_alone, images, routes,
 )}  # fmt: skip
 
 
