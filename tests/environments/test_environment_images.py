@@ -27,24 +27,12 @@ SETTINGS = tiny.TRAINING | {
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Watched(GRPOExtTrainer):
-    """Keeps the rollouts of its last generation."""
-
-    def _generate(self, prompts):
-        self.generated = super()._generate(prompts)
-        return self.generated
-
-    def _generate_and_score_completions(self, inputs):
-        self.batch = super()._generate_and_score_completions(inputs)
-        return self.batch
-
-
 def build(family, folder, environment, *, rows=None, dtype=torch.float64, **options):
     words = seeing.processor(family)
     words.tokenizer.response_template = copy.deepcopy(seeing.CALLS)
     model = seeing.model(family, dtype=dtype, max_position_embeddings=512)
     seeing.prefer(model, words.tokenizer.eos_token_id, 3.0)  # so that turns are short
-    return Watched(
+    return seeing.Watched(
         model,
         None,
         GRPOExtConfig(str(folder), **(SETTINGS | options)),
@@ -167,7 +155,7 @@ def test_what_cannot_be_shown_costs_its_episode(fault, options, reason, tmp_path
 def test_a_model_of_text_reads_no_images(tmp_path):
     args = GRPOExtConfig(str(tmp_path), **SETTINGS)
     entry = {"path": f"{HERE}:Faulty", "kwargs": {"fault": "none"}}
-    trainer = Watched(tiny.model(), None, args, ASKED, processing_class=tiny.tokenizer(), environments=[entry])
+    trainer = seeing.Watched(tiny.model(), None, args, ASKED, processing_class=tiny.tokenizer(), environments=[entry])
     trainer.train()
     failures = [one.failure for one in trainer.generated.extra["trajectory"] if one.failure]
     assert failures

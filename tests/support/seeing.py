@@ -22,6 +22,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl.trainer import utils
 
+from grpo_ext import GRPOExtTrainer
 from grpo_ext.data.images import with_images
 from grpo_ext.packing.lm_head import LabelledLogProbs
 
@@ -67,6 +68,18 @@ class NoVideos(transformers.BaseVideoProcessor):
 
     def __init__(self, **_: object) -> None:
         pass
+
+
+class Watched(GRPOExtTrainer):
+    """Keeps the rollouts and the columns of its generations."""
+
+    def _generate(self, prompts):
+        self.generated = super()._generate(prompts)
+        return self.generated
+
+    def _generate_and_score_completions(self, inputs):
+        self.batch = super()._generate_and_score_completions(inputs)
+        return self.batch
 
 
 def tokenizer(family: str) -> PreTrainedTokenizerFast:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_images import ROUNDING, SETTINGS
 
-from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext import GRPOExtConfig
 from grpo_ext.errors import ConfigError
 from support import seeing, tiny
 
@@ -35,19 +35,7 @@ class Painter:
         return shown(self.number)
 
 
-class Watched(GRPOExtTrainer):
-    """Keeps the rollouts and the columns of its generations."""
-
-    def _generate(self, prompts):
-        self.generated = super()._generate(prompts)
-        return self.generated
-
-    def _generate_and_score_completions(self, inputs):
-        self.batch = super()._generate_and_score_completions(inputs)
-        return self.batch
-
-
-def build(family, folder, *, kind=Watched, dtype=torch.float64, data=None, **options):
+def build(family, folder, *, kind=seeing.Watched, dtype=torch.float64, data=None, **options):
     numbers = itertools.count()
 
     def look() -> list:

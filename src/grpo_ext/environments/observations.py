@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from grpo_ext.config.images import in_parts
 from grpo_ext.environments.protocol import IMAGE, PARTS_CURE, Message, is_parts, is_text, parts_text
 from grpo_ext.environments.session import PNG, InvalidResult, require_known
 from grpo_ext.rewards.workers.worker import safe_repr
@@ -47,7 +48,8 @@ def opened(
         before, added = prompt[-1].get("content") or "", addition["content"]
         if isinstance(before, str) and isinstance(added, str):
             return [*prompt[:-1], {**prompt[-1], "content": f"{before}{added}"}]
-        return [*prompt[:-1], {**prompt[-1], "content": [*_as_parts(before), *_as_parts(added)]}]
+        both = [part for content in (before, added) for part in in_parts({"content": content})["content"]]
+        return [*prompt[:-1], {**prompt[-1], "content": both}]
     messages = _messages(opening)
     if not messages:
         raise InvalidResult("no messages to begin with. Return None to begin with the prompt as it is.")
@@ -93,7 +95,7 @@ def _messages(observation: object) -> list[Message]:
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         cure = "Return text, or [{'role': ..., 'content': ...}]."
         raise InvalidResult(f"{safe_repr(messages)} is neither text nor messages. {cure}")
-    texts = [part.get("text", "") for message in messages for part in _as_parts(message["content"])]
+    texts = [part.get("text", "") for message in messages for part in in_parts(message)["content"]]
     if (length := sum(map(len, texts))) > LONGEST:
         raise InvalidResult(f"an observation of {length} characters; {LONGEST} are the most.")
     return messages
@@ -103,10 +105,6 @@ def _is_message(message: object) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     return isinstance(message.get("content"), str) or is_parts(message.get("content"))
-
-
-def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _with_part(value: object) -> object:
