@@ -167,7 +167,7 @@ class _Batch:
         self.pad = padding(config)
         self.output = input_ids.new_full((batch, max(self.length + 1, config.max_length)), self.pad)
         self.output[:, : self.length] = input_ids
-        self.drawn = torch.ones(self.output.shape, device=input_ids.device)
+        self.drawn = torch.ones(self.output.shape, dtype=torch.float32, device=input_ids.device)  # as the logits
         self.rows = torch.arange(batch, device=input_ids.device)
         self.ids = self.output.clone()
         self.finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
