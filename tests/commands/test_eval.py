@@ -103,6 +103,14 @@ def test_a_mistake_is_told_before_a_model_is_loaded(options, words, recipe, caps
     assert "Traceback" not in told
 
 
+def test_a_split_that_is_not_there_is_told_before_weights_are_loaded(recipe, tmp_path, capsys):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 3 =", "solution": "5"}\n')
+    options = ["--eval_sets", "null", "--dataset_name", tmp_path / "rows.jsonl"]
+    assert command("eval", "--config", recipe, *options) == 2
+    assert "'test'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_models_side_by_side_are_printed_in_one_table(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluating, "call", lambda line, environment: evaluating._main(line[3:]))

@@ -213,6 +213,12 @@ def test_a_list_of_one_module_and_an_unreachable_hub_are_no_mistakes():
     assert "owner/model" in preflight.policy.unknown or "connect" in preflight.policy.unknown
 
 
+def test_a_model_on_a_hub_that_cannot_be_reached_is_one_line_of_train(capsys):
+    Path("recipe.yaml").write_text(yaml.safe_dump({**SOUND, "model_name_or_path": "owner/model"}))
+    refused_by_train("recipe.yaml")
+    assert "model_name_or_path='owner/model'" in capsys.readouterr().err
+
+
 def test_train_looks_at_policy_and_data_before_it_loads_weights(capsys):
     Path("recipe.yaml").write_text(yaml.safe_dump({**SOUND, "model_name_or_path": "./t5", "prompt_column": "text"}))
     refused_by_train("recipe.yaml")

@@ -180,8 +180,8 @@ def _check_server(recipe: Recipe) -> int:
     except ServerTrouble as error:
         print(redacted_text(f"vLLM server: {error}."))
         return 0
-    except OSError as error:  # the tokenizer is on a hub that cannot be reached, which `check` does not require
-        print(f"vLLM server at {url}: not compared with the recipe ({str(error).splitlines()[0]}).")
+    except ConfigError as error:  # the tokenizer is on a hub that cannot be reached, which `check` does not require
+        print(f"vLLM server at {url}: not compared with the recipe ({error.problems[0].reason}).")
         return 0
     for problem in problems:
         print(f"vLLM server at {url}: {problem}", file=sys.stderr)

@@ -17,11 +17,12 @@ from grpo_ext.commands.sample import sampler, with_model
 from grpo_ext.commands.train import call, launch, wanted_launch
 from grpo_ext.config.launch import check_announced, rank, write_exit_code
 from grpo_ext.data.eval_sets import EvalSet, problems_of
+from grpo_ext.data.rows import Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import FAILURES, NOT_FINISHED, ConfigError, RunInterrupted, ServerLost
 from grpo_ext.evaluation.evaluate import evaluate
 from grpo_ext.evaluation.results import EVALUATION, Result, differences, result, table
-from grpo_ext.recipe.loading import rows_of
+from grpo_ext.recipe.loading import load_tokenizer, rows_of
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.tables import show
@@ -122,24 +123,28 @@ def _evaluate_one(options: argparse.Namespace) -> None:
     model = options.model[0] if options.model else None
     recipe = load_recipe(with_model(options.keys, model))
     sets = _sets(recipe, options)
+    tokenizer = load_tokenizer(recipe)
+    rows = [rows_of(chosen, recipe, tokenizer) for chosen in sets]  # a split may be missing: before weights are loaded
     with tempfile.TemporaryDirectory() as folder:
         c, most = recipe.training, max(chosen.samples for chosen in sets)
-        rows = max(c.per_device_eval_batch_size, c.per_device_train_batch_size)
-        trainer = sampler(recipe, most, folder, rows)
+        batch = max(c.per_device_eval_batch_size, c.per_device_train_batch_size)
+        trainer = sampler(recipe, most, folder, batch)
     try:
-        for chosen in sets:
-            evaluation = _evaluate_set(trainer, chosen, recipe, model, _file(recipe, options, chosen, model))
+        for chosen, its_rows in zip(sets, rows, strict=True):
+            file = _file(recipe, options, chosen, model)
+            evaluation = _evaluate_set(trainer, chosen, its_rows, recipe, model, file)
             if trainer.accelerator.is_main_process and not options.one_of_several:
                 show(table([evaluation]))
     finally:
         trainer.close_rewards()
 
 
-def _evaluate_set(trainer: GRPOExtTrainer, chosen: EvalSet, recipe: Recipe, model: str | None, file: Path) -> Result:
+def _evaluate_set(
+    trainer: GRPOExtTrainer, chosen: EvalSet, rows: list[Row], recipe: Recipe, model: str | None, file: Path
+) -> Result:
     path = str(recipe.model.model_name_or_path)
     identity = {"model": path, "weights": _weights(path), "set": chosen}
     kept = file.with_name(f"{file.stem}_samples.jsonl")
-    rows = rows_of(chosen, recipe, trainer._tokenizer)
     samples = evaluate(trainer, chosen, rows, kept=kept, identity=identity, workers=recipe.script.reward_workers)
     evaluation = result(chosen, samples, model=model or path)
     if trainer.accelerator.is_main_process:

@@ -25,7 +25,7 @@ from grpo_ext.data.loading import load_datasets, load_generated
 from grpo_ext.data.mixture import load_mixture
 from grpo_ext.data.prepare import AnyDataset, Split, Tokenizer, prepare
 from grpo_ext.data.rows import Row
-from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem
+from grpo_ext.errors import ABSENT, ConfigError, DataError, Problem, first_line
 from grpo_ext.quickstart.model import LESSONS, ensure_once
 from grpo_ext.recipe.parts import Recipe
 from grpo_ext.registry import did_you_mean
@@ -123,8 +123,17 @@ def rows_of(chosen: EvalSet, recipe: Recipe, tokenizer: Tokenizer) -> list[Row]:
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Load the policy's tokenizer, with the recipe's chat template."""
-    loaded = load_tokenizer_of(model_path(recipe), recipe.model.model_revision, recipe.training.trust_remote_code)
+    """Load the policy's tokenizer, with the recipe's chat template.
+
+    Raises:
+        ConfigError: there is no such model here, and the hub cannot be reached.
+    """
+    model = model_path(recipe)
+    try:
+        loaded = load_tokenizer_of(model, recipe.model.model_revision, recipe.training.trust_remote_code)
+    except OSError as error:
+        cure = "Name a folder, or a model of the hub where that can be reached."
+        raise ConfigError([Problem("model_name_or_path", model, first_line(error), cure)]) from error
     if recipe.data.chat_template is not None:
         loaded.chat_template = template_text(recipe.data.chat_template)
     return loaded
