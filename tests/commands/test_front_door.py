@@ -109,11 +109,12 @@ def test_a_command_prints_its_own_lines_only(tmp_path):
 
 def test_a_new_project_passes_check_and_its_tests(said, tmp_path, monkeypatch):
     folder = tmp_path / "deep" / "mine"
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "--of-a-folder-above"\n')
     code, out, _ = said("new", str(folder))
     assert code == 0
     assert f"cd {folder}" in out
     laid = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    assert laid == ["README.md", "data/questions.csv", "recipe.yaml", "rewards.py", "test_rewards.py"]
+    assert laid == ["README.md", "data/questions.csv", "pytest.ini", "recipe.yaml", "rewards.py", "test_rewards.py"]
     monkeypatch.chdir(folder)
     recipe = load_recipe(["--config", "recipe.yaml"])
     assert [spec.name for spec in recipe.rewards] == ["accuracy", "format", "digits"]
