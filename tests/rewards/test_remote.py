@@ -32,6 +32,7 @@ class Server(ThreadingHTTPServer):
     """Answers each POST by `self.answer(path, body, count)`: a JSON value, or (status, text, headers)."""
 
     daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self, answer):
         super().__init__(("127.0.0.1", 0), Handler)
