@@ -7,6 +7,7 @@ from typing import Any
 from datasets import Dataset
 from jinja2 import Environment, TemplateError, meta
 
+from grpo_ext.config.added_losses import added_loss_problems, added_losses, column_problems
 from grpo_ext.config.ahead import ahead_problems
 from grpo_ext.config.batches import too_few
 from grpo_ext.config.grpo_config import GRPOExtConfig
@@ -84,6 +85,7 @@ def data_problems(run: Run) -> tuple[list[Problem], list[str]]:
     every = [as_far_as_sound(image_problems(args, image_columns(rows))) for rows in run.data.named.values()]
     every += [compatibility.dataset_problems(run.environments, rows) for rows in run.data.named.values()]
     problems += dict.fromkeys(problem for row_problems in every for problem in row_problems)
+    problems += as_far_as_sound(_added_loss_problems(run))
     if getattr(train, "column_names", None):  # None for some streams
         row_problems, warnings = _reward_problems(run)
         problems, notes = problems + row_problems, notes + warnings
@@ -104,6 +106,13 @@ def _prompt_problems(run: Run, rows: object, name: str) -> tuple[list[Problem], 
         return [], shared
     problems, notes = PromptCheck(run.tokenizer, run.options, run.played)(rows, name)
     return problems, [*map(str, notes), *shared]
+
+
+def _added_loss_problems(run: Run) -> Iterator[Problem]:
+    """Yield why losses beside the policy's cannot be computed on the data."""
+    losses, known = added_losses(run.args), getattr(run.data.train, "column_names", None)
+    yield from added_loss_problems(losses, plain=not (image_columns(run.data.named) or run.played))
+    yield from column_problems(losses, known) if known else ()
 
 
 def _reward_problems(run: Run) -> tuple[list[Problem], list[str]]:

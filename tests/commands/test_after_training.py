@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from grpo_ext import ConfigError
@@ -22,7 +23,7 @@ from grpo_ext.data.completions import read_completions
 from grpo_ext.recipe.loading import datasets_of, load_policy
 from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.train import train
-from support import adapted, tiny
+from support import adapted, painters, seeing, tiny
 from support.commands import command
 from support.float64 import float64_throughout
 
@@ -252,6 +253,53 @@ def test_conversations_with_an_environment_are_sampled(project, tmp_path, capsys
     turns = [sum(message["role"] == "assistant" for message in row["completion"]) for row in rows]
     assert [len(row["turn_rewards"]) for row in rows] == turns
     assert {row["failure"] for row in rows} == {None}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """A model of images and text."""
+    folder = tmp_path_factory.mktemp("seen")
+    model = seeing.model("llava", dtype=torch.float32, max_position_embeddings=512)
+    seeing.prefer(model, 1, 3.0)  # so that turns are short
+    for part in (model, seeing.processor("llava")):
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["paths", "bytes"])
+def test_prompts_with_images_are_sampled_and_their_images_are_read_again(kind, seen, tmp_path, capsys):
+    data = tmp_path / "data.parquet"
+    pictures = [[seeing.picture(i + n) for n in range(i % 3)] for i in range(4)]
+    for i, one in enumerate(pictures):
+        for n, picture in enumerate(one):
+            picture.save(tmp_path / f"{i}{n}.png")
+    files = [[tmp_path / f"{i}{n}.png" for n in range(i % 3)] for i in range(4)]
+    stored = [[f.name if kind == "paths" else {"bytes": f.read_bytes(), "path": None} for f in row] for row in files]
+    rows = [{"prompt": [{"role": "user", "content": f"{i}:"}], "images": one} for i, one in enumerate(stored)]
+    Dataset.from_list(rows).to_parquet(data)
+    settings = {"dataset_name": str(data), "reward_funcs": [{"name": "s", "func": "support.tiny:spread"}]}
+    argv = adapted.write_recipe(tmp_path, str(seen), tmp_path / "run", **settings)
+    if kind == "bytes":
+        assert command("sample", *argv, "--num", "2", "--output", tmp_path / "out.jsonl") == 2
+        assert "column 'images': .jsonl cannot hold a list. Write a .parquet file" in capsys.readouterr().err
+    for suffix in ("parquet", "jsonl")[: 2 if kind == "paths" else 1]:
+        assert command("sample", *argv, "--num", "2", "--output", tmp_path / f"out.{suffix}") == 0
+        again = load_recipe([*argv, "--dataset_name", str(tmp_path / f"out_prompts.{suffix}"), "--output_dir", "x"])
+        kept, _ = datasets_of(again, None)
+        found = {row["prompt"][0]["content"]: [one.tobytes() for one in row["images"]] for row in kept}
+        assert found == {f"{i}:": [one.tobytes() for one in row] for i, row in enumerate(pictures)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_conversations_that_show_images_are_sampled(seen, tmp_path):
+    data, file = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    data.write_text("".join(f'{{"prompt": [{{"role": "user", "content": "{i}:"}}]}}\n' for i in range(4)))
+    played = {"reward_funcs": None, "environments": [f"{painters.__file__}:Gallery"], "max_completion_length": 80}
+    argv = adapted.write_recipe(tmp_path, str(seen), tmp_path / "run", **played, dataset_name=str(data))
+    assert command("sample", *argv, "--num", "2", "--output", file) == 0
+    shown = [message["content"] for row in read_completions(file) for message in row["completion"]]
+    assert "[image 56x56]" in shown
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU takes bf16")

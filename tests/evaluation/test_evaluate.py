@@ -22,7 +22,7 @@ from grpo_ext.recipe.parsing import load_recipe
 from grpo_ext.recipe.preflight import Preflight
 from grpo_ext.rewards.composition import RewardSpec
 from grpo_ext.trainer.signals import signals
-from support import interrupted, tiny, trainers
+from support import interrupted, seeing, tiny, trainers
 
 VOWELS = RewardSpec("vowels", "support.trainers:unit_interval")
 ROWS = [{"prompt": f"{'abcdefgh'[i % 8]}{i}:", "solution": str(i), "data_source": "ab"[i % 2]} for i in range(5)]
@@ -117,6 +117,26 @@ def test_it_goes_on_where_it_was_cut_off(trainer, tmp_path, monkeypatch):
     assert drawn(one, tmp_path, name="cut") == whole
     assert len(asked) == 2
     assert (tmp_path / "cut").read_text() == (tmp_path / "whole").read_text()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_images_that_are_read_again_are_the_same_rows(tmp_path, monkeypatch):
+    """By their pixels, not by their places in memory."""
+    words, args = seeing.processor("llava"), GRPOExtConfig(str(tmp_path), **tiny.TRAINING)
+    model, asked = seeing.model("llava", dtype=torch.float32), []
+    rows = [list(seeing.rows((1, 0, 2, 1))) for _ in range(2)]
+    chosen = replace(SET, rewards=(RewardSpec("said", "test_evaluate:messages"),))
+    one = GRPOExtTrainer(model, [tiny.spread], args, rows[0], processing_class=words)
+    drawn(one, tmp_path, chosen, rows[0])
+    lines = (tmp_path / "kept").read_text().splitlines()
+    assert "[image 56x56]" in lines[1]
+    (tmp_path / "kept").write_text("\n".join(lines[:2]))
+    monkeypatch.setattr(one, "_generate", lambda prompts, stock=one._generate: asked.append(prompts) or stock(prompts))
+    drawn(one, tmp_path, chosen, rows[1])
+    assert len(asked) == 1  # of two chunks
+    assert (tmp_path / "kept").read_text().splitlines() == lines
+    drawn(one, tmp_path, chosen, [*rows[1][:3], {**rows[1][3], "images": rows[1][0]["images"]}])
+    assert len(asked) == 3
 
 
 def test_another_runs_file_is_begun_anew(trainer, tmp_path):

@@ -10,7 +10,9 @@ from trl import ModelConfig
 from grpo_ext import GRPOExtConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.recipe.model_checks import inspect_policy
-from support import tiny
+from grpo_ext.recipe.parsing import load_recipe
+from grpo_ext.recipe.preflight import Preflight
+from support import adapted, tiny
 from support.float64 import FLOAT64, float64_throughout
 from support.trainers import build, unit_interval, weights
 
@@ -168,6 +170,23 @@ def test_a_policy_without_a_reward_learns_from_a_teacher(model_path, tmp_path):
 def test_what_is_refused(losses, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         GRPOExtConfig(output_dir=str(tmp_path), losses=losses, use_cpu=True, bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([{"type": "jsd", "gamma": 1}], ["no such key"]),
+        ([{"type": "jsd"}, {"type": "cross_entropy"}], ["prompts as plain", "prompts as plain", "'demonstration'"]),
+    ],
+)
+def test_check_tells_of_losses_what_training_would(losses, words, model_path, tmp_path):
+    played = {"environments": ["guess"], "reward_funcs": None, "losses": losses, "max_completion_length": 30}
+    argv = adapted.write_recipe(tmp_path, model_path, tmp_path / "run", **played)
+    with pytest.raises(ConfigError) as refused:
+        load_recipe(argv, Preflight())
+    found = [problem for problem in map(str, refused.value.problems) if problem.startswith("losses[")]
+    assert len(found) == len(words)
+    assert all(expected in problem for expected, problem in zip(words, found, strict=True)), found
 
 
 def test_a_column_that_the_data_have_not_is_refused(model_path, tmp_path):

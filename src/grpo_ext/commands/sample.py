@@ -13,8 +13,10 @@ from tqdm import tqdm
 from grpo_ext.commands.arguments import CONSENT
 from grpo_ext.commands.runs import find_trained, loading
 from grpo_ext.config.arguments import GRPOExtArguments
+from grpo_ext.config.images import described
 from grpo_ext.config.launch import planned_processes
 from grpo_ext.data.completions import check_output, check_row, row_with_rewards, write_completions
+from grpo_ext.data.images import image_columns, images_as_stored
 from grpo_ext.data.rows import WRITTEN, Row
 from grpo_ext.environments.composition import any_pays
 from grpo_ext.errors import ConfigError, Problem
@@ -92,7 +94,7 @@ def sample(trainer: GRPOExtTrainer, num: int, prompts: int) -> Iterator[list[Row
         collected = trainer.collector.collect(examples, attempts)
         assert collected.generated is not None
         assert collected.rewards is not None
-        completions, rewards = collected.generated.completions, collected.rewards.double()
+        completions, rewards = map(described, collected.generated.completions), collected.rewards.double()
         totals = weighted_total(rewards[None], weights.cpu(), missing=missing)[0].tolist()
         scored = [
             row_with_rewards({**as_json_row(example), "completion": text}, dict(zip(names, each, strict=True)), total)
@@ -157,13 +159,15 @@ def run(options: argparse.Namespace) -> int:
     trainer = sampler(recipe, options.num, str(output.parent))
     data: Any = trainer.train_dataset
     try:
-        for row in islice(data, 1):
-            check_row(output, row)
+        for row, images in zip(islice(data, 1), images_as_stored(data), strict=False):
+            check_row(output, row | images)
+        for images in images_as_stored(data) if image_columns(data) else ():
+            check_row(output, images)
         total = len(data) if hasattr(data, "__len__") else None
         groups = tqdm(sample(trainer, options.num, batch), total=total, unit="prompt", disable=None)
-        for row, group in zip(data, groups, strict=True):
-            completions += group
-            prompt_rows.append(prompt_row(row, recipe.data.answer_format, pass_rate(group, by)))
+        for row, images, group in zip(data, images_as_stored(data), groups, strict=True):
+            completions += [each | images for each in group]
+            prompt_rows.append(prompt_row({**row, **images}, recipe.data.answer_format, pass_rate(group, by)))
     finally:
         trainer.close_rewards()
     write_completions(output, completions)

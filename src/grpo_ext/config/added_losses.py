@@ -6,7 +6,7 @@ from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from grpo_ext.config.arguments import GRPOExtArguments
-from grpo_ext.config.rules import Rule
+from grpo_ext.config.rules import BrokenFieldRead, Rule
 from grpo_ext.config.spec import Spec
 from grpo_ext.config.weight_schedule import schedule_problems
 from grpo_ext.errors import ABSENT, Problem
@@ -117,7 +117,13 @@ EXAMPLE = "{type: reverse_kl, teacher: initial}"
 
 
 def added_losses(config: GRPOExtArguments) -> tuple[AddedLoss, ...]:
-    """Return the losses that a sound config lists."""
+    """Return the losses that a config lists.
+
+    Raises:
+        BrokenFieldRead: they are refused.
+    """
+    if any(_entries(config)):
+        raise BrokenFieldRead
     entries = cast(Sequence[Mapping[str, Any]], config.losses or ())
     return tuple(
         TYPES[entry["type"]](**{name: value for name, value in entry.items() if name != "type" and value is not None})

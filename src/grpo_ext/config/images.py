@@ -1,7 +1,10 @@
 """Conversations with images, and the settings that are not shown to be right for them: refused where there are any."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
+
+from PIL.Image import Image
 
 from grpo_ext.config.arguments import GRPOExtArguments
 from grpo_ext.config.process_engine import samples_in_process
@@ -34,8 +37,21 @@ def _as_text(content: Any) -> Any:
 
 
 def _shown(part: dict[str, Any]) -> str:
-    size = getattr(part.get("image"), "size", None)
-    return str(part.get("text", part)) if size is None else f"[image {size[0]}x{size[1]}]"
+    image = part.get("image")
+    return sized(image) if isinstance(image, Image) else str(part.get("text", part))
+
+
+def sized(value: object) -> str:
+    """Return an image as its size, another value as text."""
+    return f"[image {value.width}x{value.height}]" if isinstance(value, Image) else str(value)
+
+
+def fingerprint(value: object) -> str:
+    """Return what tells an image from others, by its pixels and not its place in memory; another value as text."""
+    if not isinstance(value, Image):
+        return str(value)
+    pixels = value.convert("RGBA") if value.mode == "P" else value
+    return f"{sized(value)} {hashlib.sha256(pixels.tobytes()).hexdigest()}"
 
 
 def in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -109,13 +109,14 @@ def check_row(path: Path, row: Mapping[str, object]) -> None:
     """Refuse, before anything is sampled, a row that `write_completions` could not write.
 
     Raises:
-        DataError: a column of it holds a picture, or another value that the file cannot have.
+        DataError: a column of it holds a value that the file cannot have.
     """
     for name, value in row.items():
         try:
             pyarrow.array([value]) if path.suffix == ".parquet" else json.dumps(value, default=_as_text)
         except (TypeError, pyarrow.ArrowException):
-            held = RowError(f"{path.suffix} cannot hold a {type(value).__name__}", "Leave the column out.", name)
+            reason, other = f"{path.suffix} cannot hold a {type(value).__name__}", "Write a .parquet file, or leave"
+            held = RowError(reason, f"{other if path.suffix == '.jsonl' else 'Leave'} the column out.", name)
             raise DataError([held.at(str(path))]) from None
 
 

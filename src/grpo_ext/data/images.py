@@ -144,6 +144,21 @@ def _read(batch: Mapping[str, list[Any]], modes: Mapping[str, str | None]) -> di
     return {name: [row[name] for row in rows] for name in batch}
 
 
+def images_as_stored(dataset: Any) -> Iterator[dict[str, Any]]:
+    """Yield the images of each row as a file holds them, paths or bytes; nothing of a row of other data."""
+    names = image_columns(dataset)
+    if not isinstance(dataset, Dataset) or not names:
+        yield from ({} for _ in dataset)
+        return
+    for row in dataset.with_format(None).select_columns(names):
+        stored = {name: [_stored(one) for one in _listed(row[name])] for name in names}
+        yield {name: values if name == SEVERAL else values[0] for name, values in stored.items()}
+
+
+def _stored(image: dict[str, Any] | None) -> Any:
+    return image["path"] if image is not None and image["bytes"] is None else image
+
+
 def with_images(row: Mapping[str, Any]) -> Any:
     """Return a row's prompt with its images in it, as TRL puts them.
 

@@ -7,14 +7,13 @@ deadline, or over, and a failure concerns one episode only. An agent is an envir
 asks for turns itself while it computes; its clock stops while it waits for an answer.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from grpo_ext.config.images import described, images_in
+from grpo_ext.config.images import described, fingerprint, images_in
 from grpo_ext.environments.agents import Agents
 from grpo_ext.environments.engine import TurnEngine
 from grpo_ext.environments.episode import Call, Episode, EpisodeFigures, EpisodeLimits, MessageParser, Task
@@ -313,11 +312,5 @@ class EpisodeLoop:
 
 def _state(observation: list[Message]) -> str:
     """Return what tells an environment's messages from others: of images their bytes, not their place in memory."""
-    images = [hashlib.sha256(_content_of(image)).hexdigest() for image in images_in(observation)]
+    images = [fingerprint(image) for image in images_in(observation)]
     return repr((described(observation), images) if images else observation)
-
-
-def _content_of(image: Any) -> bytes:
-    """Return the bytes of an image, or the path of one that a prompt names."""
-    image = image.convert("RGBA") if getattr(image, "mode", "") == "P" else image
-    return repr(image).encode() if isinstance(image, str) else image.tobytes()

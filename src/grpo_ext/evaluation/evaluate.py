@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from transformers import GenerationConfig
 
 from grpo_ext.config.grpo_config import GRPOExtConfig
-from grpo_ext.config.images import described
+from grpo_ext.config.images import described, fingerprint, sized
 from grpo_ext.config.temporary import temporarily
 from grpo_ext.data.eval_sets import EvalSet
 from grpo_ext.data.rows import Row
@@ -87,7 +87,7 @@ def evaluate(
                     with appending(kept) as file:
                         for chunk, theirs in sorted(fresh.items()):
                             file.write(
-                                json.dumps({"chunk": chunk, "samples": without_secrets(theirs)}, default=str) + "\n"
+                                json.dumps({"chunk": chunk, "samples": without_secrets(theirs)}, default=sized) + "\n"
                             )
     finally:
         runtime.close()
@@ -96,7 +96,7 @@ def evaluate(
 
 def digest(content: object) -> str:
     """Return what tells contents apart."""
-    return hashlib.sha256(json.dumps(content, default=str, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, default=fingerprint, sort_keys=True).encode()).hexdigest()
 
 
 def prompts_at_a_time(args: GRPOExtConfig, samples: int, prompts: int) -> int:

@@ -19,7 +19,6 @@ from trl.trainer.utils import get_config_model_id
 
 from grpo_ext.config import process_engine, routes
 from grpo_ext.config.adapters import base_of, peft_problems
-from grpo_ext.config.added_losses import added_loss_problems, added_losses, column_problems
 from grpo_ext.config.batches import prompts_of_one_generation
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.images import rollout_problems as image_rollout_problems
@@ -131,7 +130,7 @@ def check(
     if reward_funcs or rollouts["environment_factory"] is None:  # which may bring a reward
         ready, rewards = _with_rewards(ready, reward_funcs, reward_workers, problems)
     ready = _with_processor(ready)
-    problems += [*_image_problems(ready), *_added_loss_problems(ready)]
+    problems += _image_problems(ready)
     processor = ready.trl["processing_class"]
     tokenizer = None if data.problems else getattr(processor, "tokenizer", processor)
     run = Run(args, data, *rewards, specs, tokenizer, extended=any(rollouts.values()))
@@ -186,14 +185,6 @@ def _image_problems(ready: Ready) -> Iterator[Problem]:
         reason = f"the processor is a {type(processor).__name__}, so the model would not see the images"
         cure = "Name a model of images and text with its processor, or remove the column."
         yield Problem(f"column {columns[0]!r}", ABSENT, reason, cure)
-
-
-def _added_loss_problems(ready: Ready) -> Iterator[Problem]:
-    """Yield why losses beside the policy's cannot be computed on the data."""
-    losses, known = added_losses(ready.args), getattr(ready.data.train, "column_names", None)
-    plain = not (image_columns(ready.data.named) or ready.environments or any(ready.rollouts.values()))
-    yield from added_loss_problems(losses, plain=plain)
-    yield from column_problems(losses, known) if known else ()
 
 
 def quantized_problems(args: GRPOExtConfig, model: object, quantization_config: object) -> Iterator[Any]:

@@ -8,9 +8,11 @@ from datasets import Dataset, IterableDataset
 
 from grpo_ext import ConfigError, GRPOExtConfig
 from grpo_ext.config.setting import Change
+from grpo_ext.data.config import DataConfig
+from grpo_ext.data.loading import load_datasets
 from grpo_ext.recipe.parts import PARTS
 from grpo_ext.trainer.checkpoints.identity import SECRET, Changes, changes, data_digest, model_digest, plain, record_of
-from support import tiny
+from support import seeing, tiny
 from support.trainers import build
 
 
@@ -134,6 +136,19 @@ def test_the_digest_of_a_dataset_depends_on_its_rows():
     assert digests[0].startswith("1000 rows, ")
     assert data_digest(Dataset.from_list(rows[:3])).startswith("3 rows, ")
     assert data_digest(IterableDataset.from_generator(lambda: iter(rows))) is None
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_are_those_of_their_files_wherever_these_are(column, tmp_path):
+    digests = []
+    for name, seed in (("one", 0), ("moved", 0), ("changed", 1)):
+        folder = tmp_path / name
+        folder.mkdir()
+        seeing.picture(seed).save(folder / "a.png")
+        prompt, shown = [{"role": "user", "content": "a"}], ["a.png"] if column == "images" else "a.png"
+        (folder / "data.jsonl").write_text(json.dumps({"prompt": prompt, column: shown}) + "\n")
+        digests.append(data_digest(load_datasets(str(folder / "data.jsonl"), DataConfig(), eval_needed=False)[0]))
+    assert digests[0] == digests[1] != digests[2]
 
 
 STEPS = {"save_strategy": "steps", "save_steps": 1}

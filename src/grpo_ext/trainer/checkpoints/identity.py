@@ -20,6 +20,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from grpo_ext.config.grpo_config import GRPOExtConfig
 from grpo_ext.config.launch import world_size
 from grpo_ext.config.resuming import FRESH_START
+from grpo_ext.config.rules import columns_of_images
 from grpo_ext.config.setting import Change
 from grpo_ext.config.settings import change_of
 from grpo_ext.data.config import DataConfig
@@ -32,7 +33,7 @@ RECIPE_FILE = "recipe.json"
 SECRET = {"hub_token"}
 """Settings that are never written."""
 _EDGE = 2**20
-"""Bytes at each end of a file of weights that are hashed."""
+"""Bytes at each end of a file of weights, or of an image, that are hashed."""
 
 Record = Mapping[str, Any]
 
@@ -194,8 +195,18 @@ def data_digest(dataset: object) -> str | None:
     count, rows = len(dataset), 256
     chosen = list(range(count)) if count <= rows else [i * (count - 1) // (rows - 1) for i in range(rows)]
     content = dataset.with_format(None).select(chosen).to_list()
+    for name in columns_of_images(dataset.column_names):
+        content = [{**row, name: _content(row[name])} for row in content]
     text = json.dumps([sorted(dataset.column_names), content], sort_keys=True, default=_cell_text)
     return f"{count} rows, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _content(image: Any) -> Any:
+    """Return what an image's file holds in place of its path, which is another in another folder."""
+    if isinstance(image, list):
+        return [_content(one) for one in image]
+    path = image["path"] if isinstance(image, dict) and image.get("bytes") is None else None
+    return _edges(Path(path)) if path is not None and Path(path).is_file() else image
 
 
 def _cell_text(value: object) -> str:
