@@ -229,7 +229,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
             needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self.likeliest)
         elif facts.logprobs_mode != "raw_logprobs" or self.temperature != 1.0:  # at 1 they are the sampler's too
             needed = replace(needed, logprobs_mode="processed_logprobs")
-        needed = replace(needed, **self.slots if self.adapts else {"max_loras": 0})
+        needed = replace(needed, **{**self.slots, "loads_adapters": True} if self.adapts else {"max_loras": 0})
         needed, self._served_dtype = replace(needed, dtype=self._served_dtype), self._served_dtype or facts.dtype
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         better = ServerFacts(model=self.model.name_or_path, dtype=dtype)
