@@ -58,14 +58,15 @@ def server_facts(url: str) -> ServerFacts:
     """Return the configuration of the server at `url`.
 
     Raises:
-        ServerTrouble: no server answers, or its development endpoints are off.
+        ServerTrouble: no server answers.
+        RuntimeError: its development endpoints are off.
     """
     try:
         info = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=SECONDS)
         if info.status_code == 404:
-            raise ServerTrouble(
+            raise RuntimeError(
                 f"the server at {url} has no development endpoints. Start it by grpo-ext serve, or with "
-                "VLLM_SERVER_DEV_MODE=1."
+                "VLLM_SERVER_DEV_MODE=1"
             )
         reported = _json(info)
         config = reported["vllm_config"]
