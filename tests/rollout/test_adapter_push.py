@@ -162,6 +162,8 @@ def test_the_folders_of_processes_that_were_killed_are_removed(tmp_path):
         ({"max_loras": 3, "max_lora_rank": 16}, {"max_loras": 2, "max_lora_rank": 8}, ["the rank 16", "3 versions"]),
         ({"max_loras": 0}, {"max_loras": 2, "max_lora_rank": 8}, ["takes no whole weights"]),
         ({"max_loras": 0}, {"max_loras": 0, "max_lora_rank": 0}, []),
+        ({"loads_adapters": True}, {"loads_adapters": False}, ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"]),
+        ({"loads_adapters": True}, {}, []),  # not reported
     ],
 )
 def test_a_server_has_room_for_what_the_run_pushes(want, have, words):

@@ -1,5 +1,7 @@
 """Sampler and policy stay the same, without an engine: weight transfer, adapters, the drift check, server facts."""
 
+import functools
+import http.server
 import json
 import logging
 import socket
@@ -43,6 +45,7 @@ from grpo_ext.rollout.vllm.server import (
 )
 from grpo_ext.rollout.vllm.transfer import WeightClient
 from support import tiny
+from support.commands import command
 
 
 def free_port() -> int:
@@ -499,6 +502,19 @@ def test_a_model_is_the_same_by_another_path(tmp_path, monkeypatch):
 def test_an_address_without_a_server_is_reported():
     with pytest.raises(ServerTrouble, match="no vLLM server answers"):
         server_facts(f"http://127.0.0.1:{free_port()}")
+
+
+def test_a_server_without_development_endpoints_is_refused_and_not_waited_for(tmp_path, capsys):
+    answers_404 = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    model = tiny.save(tmp_path / "model")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), answers_404) as plain:
+        threading.Thread(target=plain.serve_forever, daemon=True).start()
+        with pytest.raises(RuntimeError, match="has no development endpoints"):
+            server_facts(f"http://127.0.0.1:{plain.server_port}")
+        given = ("--model_name_or_path", model, "--vllm_server_port", plain.server_port)
+        assert command("check", "--config", "quickstart/grpo-vllm-server", *given) == 2
+        plain.shutdown()
+    assert "has no development endpoints" in capsys.readouterr().err
 
 
 def packaged(model, **settings):

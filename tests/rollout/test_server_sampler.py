@@ -403,6 +403,8 @@ def test_a_server_is_recognised_by_its_start_or_configuration_and_its_weights(me
         ("at 1, weights mine", None, None, ""),  # it does not answer: the request will tell
         ("at 1, weights mine", "at 1, weights theirs", RuntimeError, r"weights of another run \(theirs\). End it"),
         ("at 1", "at 1, weights theirs", RuntimeError, "weights of another run"),
+        ("at 1, weights me@1, push 2", "at 1, weights me@1, push 3", None, ""),  # an adapter comes beside requests
+        ("at 1, weights me@1, push 2", "at 1, weights me@12, push 2", RuntimeError, "weights of another run"),
         ("at 1, weights mine", "at 2", ServerTrouble, "has been restarted"),
         ("at 1, weights mine", "at 1", ServerTrouble, "has been restarted"),  # of several processes that answer
         (None, "at 1", ServerTrouble, "has been restarted"),
@@ -416,6 +418,27 @@ def test_a_replaced_server_is_asked_again_and_one_with_weights_of_another_run_is
     else:
         with pytest.raises(raises, match=words):
             client.check_serving()
+
+
+def test_a_server_that_has_come_back_is_asked_only_when_it_has_all_weights_again(monkeypatch):
+    """Requests of other threads wait for that, while the main one opens a transfer group and pushes."""
+    client, server = WeightClient.__new__(WeightClient), ["at 1"]
+    client.base_url, client.transfer, client.serving, client._pages = "http://server", "gloo", None, {}
+    client.get_server_info = lambda: {"weight_transfer_config": {"backend": "gloo"}}
+    client.identity, client._open_gloo = lambda: server[0], lambda: None
+
+    def refused():
+        with pytest.raises(ServerTrouble, match="has been restarted"):
+            client.check_serving()
+
+    client.init_communicator("cpu")
+    client.check_serving()
+    server[0] = "at 2"
+    client.init_communicator("cpu")
+    refused()
+    monkeypatch.setattr(client, "_send_adapter", lambda *_: refused())
+    client.hold({"one": {}, "two": {}}, {})
+    client.check_serving()
 
 
 def test_a_copy_of_the_weights_stays_when_the_policy_moves():

@@ -310,9 +310,9 @@ def test_a_push_whose_request_fails_leaves_the_broadcast_at_once():
 
 
 def test_a_server_that_comes_back_as_another_is_compared_again_and_refused():
-    client = SimpleNamespace(base_url="http://server", serving="first")
+    client = SimpleNamespace(base_url="http://server", joined="first")
     generation = generation_of(client, 10.0)
-    client.reconnect = lambda device, patience: setattr(client, "serving", "second")
+    client.reconnect = lambda device, patience: setattr(client, "joined", "second")
 
     def check(url):
         raise RuntimeError(f"the one at {url} does not suit this run")

@@ -180,6 +180,9 @@ def _check_server(recipe: Recipe) -> int:
     except ServerTrouble as error:
         print(redacted_text(f"vLLM server: {error}."))
         return 0
+    except RuntimeError as error:
+        print(redacted_text(f"vLLM server: {error}."), file=sys.stderr)
+        return 2
     except ConfigError as error:  # the tokenizer is on a hub that cannot be reached, which `check` does not require
         print(f"vLLM server at {url}: not compared with the recipe ({error.problems[0].reason}).")
         return 0

@@ -93,6 +93,7 @@ def wanted(recipe: Recipe) -> ServerFacts:
         max_logprobs=most_logprobs(c.top_k) if with_support else None,
         weight_transfer=transfer_engine(recipe, slots),
         **{"max_loras": 0} | slots,
+        loads_adapters=True if slots else None,
         routes=c.replay_routes or None,
         probe_ids=tuple(tokenizer.encode(PROBE, add_special_tokens=False)),
     )

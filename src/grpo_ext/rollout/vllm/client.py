@@ -28,6 +28,8 @@ UNLABELLED = "default"
 IMAGES_NEED = "Prompts with images need vLLM 0.31 or newer, started by grpo-ext serve."
 WEIGHTS = ", weights "
 """Precedes the label in an identity."""
+PUSH = ", push "
+"""Precedes the number of the push in a label, after the run."""
 
 
 class Client(VLLMClient):
@@ -44,7 +46,7 @@ class Client(VLLMClient):
     def __init__(self, base_url: str, timeout: float) -> None:
         self.timeout = self.patience = timeout
         self.serving: str | None = None
-        """Identity of the server that has the weights; a restarted one has another."""
+        """Identity of the server that has all weights of the last push; a restarted one has another."""
         self._reading = threading.Lock()
         self._pages: dict[str, tuple[float, str | None]] = {}
         """Time and text of pages of the server."""
@@ -183,20 +185,25 @@ class Client(VLLMClient):
         self._post(f"{self.base_url}/reset_encoder_cache")
 
     def check_serving(self) -> None:
-        """Check that the server still has the weights of the last push.
+        """Check that the server still has the weights of the last push, or those of one that is not noted here yet.
 
         Raises:
             ServerTrouble: it has been restarted.
             RuntimeError: another run has pushed its weights since.
         """
-        if self.identity() in (None, self.serving):
+        self._check_identity(self.serving)
+
+    def _check_identity(self, wanted: str | None) -> None:
+        if self.identity() in (None, wanted):
             return
         self._pages.clear()  # of before the last push
-        identity, served = self.identity(), str(self.serving)
-        if identity in (None, self.serving):
+        if (identity := self.identity()) in (None, wanted):
             return
-        server, _, label = str(identity).partition(WEIGHTS)
-        if label and server == served.partition(WEIGHTS)[0]:
+        server, _, label = identity.partition(WEIGHTS)
+        before, _, ours = str(wanted).partition(WEIGHTS)
+        if label and server == before:
+            if label.partition(PUSH)[0] == ours.partition(PUSH)[0]:  # an adapter's push, beside requests
+                return
             raise RuntimeError(
                 f"the vLLM server at {self.base_url} has the weights of another run ({label}). End it, or start a "
                 "server for this one."

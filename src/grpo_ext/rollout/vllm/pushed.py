@@ -229,7 +229,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
             needed = replace(needed, logprobs_mode="processed_logprobs", max_logprobs=self.likeliest)
         elif facts.logprobs_mode != "raw_logprobs" or self.temperature != 1.0:  # at 1 they are the sampler's too
             needed = replace(needed, logprobs_mode="processed_logprobs")
-        needed = replace(needed, **self.slots if self.adapts else {"max_loras": 0})
+        needed = replace(needed, **{**self.slots, "loads_adapters": True} if self.adapts else {"max_loras": 0})
         needed, self._served_dtype = replace(needed, dtype=self._served_dtype), self._served_dtype or facts.dtype
         dtype = str(self.policy_dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype
         better = ServerFacts(model=self.model.name_or_path, dtype=dtype)
@@ -272,13 +272,13 @@ class PushedEngine(vllm_generation.VLLMGeneration):
             raise last
         assert isinstance(first, ServerTrouble)
         deadline, pause = first.since + self.server_timeout, 0.5 * len(troubles)
-        left, before = deadline - time.monotonic(), self.vllm_client.serving
+        left, before = deadline - time.monotonic(), self.vllm_client.joined
         if not shutdown().is_set():
             logger.warning(f"vLLM server: {last}. Waiting up to {max(left, 0):.0f} s for it to come back.")
         while left > 0 and not shutdown().wait(min(pause, LONGEST_PAUSE, left)):
             try:
                 self.vllm_client.reconnect(self.accelerator.device, patience=max(deadline - time.monotonic(), 1.0))
-                if self.vllm_client.serving != before:
+                if self.vllm_client.joined != before:
                     self._check_server(self.vllm_client.base_url)
                 logger.warning("vLLM server: back. The weights are pushed again before it generates.")
                 return
@@ -365,6 +365,7 @@ class PushedEngine(vllm_generation.VLLMGeneration):
         self.vllm_client.reset_prefix_cache()
         if self._sees:
             self.vllm_client.reset_encoder_cache()
+        self.vllm_client.arrived()
 
     def push_again(self, copy: HostCopy, troubles: Sequence[Exception] = ()) -> None:
         """Push weights that were copied, once the server is back; main process, any thread, no collective.

@@ -50,22 +50,26 @@ class ServerFacts:
     max_loras: int | None = None
     routes: bool | None = None
     """Whether answers have the experts that vLLM chose."""
+    loads_adapters: bool | None = None
+    """Whether it takes adapters while it runs; None: it does not report that."""
 
 
 def server_facts(url: str) -> ServerFacts:
     """Return the configuration of the server at `url`.
 
     Raises:
-        ServerTrouble: no server answers, or its development endpoints are off.
+        ServerTrouble: no server answers.
+        RuntimeError: its development endpoints are off.
     """
     try:
         info = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=SECONDS)
         if info.status_code == 404:
-            raise ServerTrouble(
+            raise RuntimeError(
                 f"the server at {url} has no development endpoints. Start it by grpo-ext serve, or with "
-                "VLLM_SERVER_DEV_MODE=1."
+                "VLLM_SERVER_DEV_MODE=1"
             )
-        config = _json(info)["vllm_config"]
+        reported = _json(info)
+        config = reported["vllm_config"]
         model, adapters = config["model_config"], config.get("lora_config") or {}
         body = {"model": model["served_model_name"], "prompt": PROBE, "add_special_tokens": False}
         ids = _json(requests.post(f"{url}/tokenize", json=body, timeout=SECONDS))["tokens"]
@@ -82,6 +86,7 @@ def server_facts(url: str) -> ServerFacts:
         max_lora_rank=int(adapters.get("max_lora_rank", 0)),
         max_loras=int(adapters.get("max_loras", 0)),
         routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
+        loads_adapters=(reported.get("vllm_env") or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
         config=config,
     )
 
@@ -106,6 +111,7 @@ _REASONS = {
     "max_lora_rank": "the adapter needs room for the rank {}",
     "max_loras": "{} versions of an adapter may be there at once; a server with room for them takes no whole weights",
     "routes": "replay_routes needs the experts that vLLM chose, which it returns from release 0.31 on",
+    "loads_adapters": "adapters are loaded while the server runs, which needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
     "weight_transfer": "the trainer sends weights by {}",
     "probe_ids": "the recipe's tokenizer encodes a probe text as {}, so the vocabularies differ",
 }
@@ -113,6 +119,7 @@ _FITS: dict[str, Callable[[Any, Any], bool]] = {
     "model": _same_model,
     **dict.fromkeys(("max_model_len", "max_logprobs", "max_lora_rank"), lambda want, have: have >= want),
     "max_loras": lambda want, have: have >= want if want else not have,
+    "loads_adapters": lambda want, have: have is not False,
 }
 _CURE = "Start the server by `grpo-ext serve --config RECIPE`, or correct the recipe."
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from grpo_ext.config.temporary import temporarily
-from grpo_ext.rollout.vllm.client import Client
+from grpo_ext.rollout.vllm.client import PUSH, Client
 from grpo_ext.rollout.vllm.gloo import BACKEND, TAKEN, TRAINER_RANK, mark, open_group, open_store, send, specs_of
 from grpo_ext.rollout.vllm.server import ServerTrouble
 from grpo_ext.waiting import in_thread
@@ -48,6 +48,9 @@ class WeightClient(Client):
         ServerTrouble: the server was not up within `timeout`.
     """
 
+    joined: str | None = None
+    """Identity of the server in the transfer group, which may not have all weights yet."""
+
     def __init__(self, base_url: str, timeout: float, group_port: int, transfer: str) -> None:
         self.group_port, self.transfer = group_port, transfer
         self.owner = f"{socket.gethostname()}:{os.getpid()}@{time.time_ns()}"
@@ -76,9 +79,11 @@ class WeightClient(Client):
             )
         self.engine = wanted
         identity = self.identity()
-        if identity != self.serving:  # a restarted server has no unfinished push and no adapter
+        if identity != self.joined:  # a restarted server has no unfinished push and no adapter
             self._updating, self._held = False, set()
-        self.serving = identity
+        self.joined = identity
+        if self.serving is None:  # nothing was pushed: a request then finds the weights of another run
+            self.serving = identity
         if wanted == "nccl":
             self._open_nccl(torch.device(device))
         else:
@@ -198,11 +203,15 @@ class WeightClient(Client):
     def _finish_weight_update(self) -> None:
         """Label the weights, so that those of another run are recognised; vLLM before 0.31 ignores a label."""
         self._pushes += 1
-        label = {"weight_version": f"{self.owner}, push {self._pushes}"}
+        label = {"weight_version": f"{self.owner}{PUSH}{self._pushes}"}
         self._post(f"{self.base_url}/finish_weight_update", json=label)
         self._updating = False
         self._pages.clear()
-        self.serving = self.identity() or self.serving
+        self.joined = self.identity() or self.joined
+
+    def arrived(self) -> None:
+        """Let requests begin: the server has all weights of the push."""
+        self.serving = self.joined
 
     def _counted(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for named in tensors:
@@ -221,7 +230,7 @@ class WeightClient(Client):
             ServerTrouble: they did not arrive.
             RuntimeError: another run trains with the server.
         """
-        self.check_serving()
+        self._check_identity(self.joined)
         specs = specs_of(metadata)
         self.bytes_sent = sum(spec.nbytes for spec in specs)
         if self.engine == "nccl":
@@ -264,6 +273,7 @@ class WeightClient(Client):
             with suppress(RuntimeError):  # it is not there
                 self._post(f"{self.base_url}/v1/unload_lora_adapter", json={"lora_name": name})
             self._held.remove(name)
+        self.arrived()
 
     def _send_adapter(self, tensors: Mapping[str, Tensor], adapter: Mapping[str, Any]) -> None:
         metadata = [(key, str(t.dtype).removeprefix("torch."), list(t.shape)) for key, t in tensors.items()]
