@@ -202,7 +202,8 @@ def test_a_prompt_may_name_an_image_by_its_path(tmp_path):
     assert trainer.state.log_history[0]["environments/Gallery/failed"] == 0
 
 
-def test_a_turn_with_images_is_drawn_by_the_numbers_of_its_episode(tmp_path):
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_turn_with_images_is_drawn_by_the_numbers_of_its_episode(evaluates, tmp_path):
     """Whatever was sampled by torch's random state before it, and whichever turns were in its wave."""
     sampled = []
     for waves in ("ready", "turn"):
@@ -210,6 +211,7 @@ def test_a_turn_with_images_is_drawn_by_the_numbers_of_its_episode(tmp_path):
             "qwen2_5_vl", tmp_path, f"{HERE}:Mixed", rows=ASKED, dtype=torch.float32, environment_waves=waves
         )
         torch.rand(len(waves))
-        trainer.train()
-        sampled.append(trainer.generated.completion_ids)
+        trainer.evaluate(trainer.train_dataset) if evaluates else trainer.train()
+        figures = trainer.state.log_history[0]
+        sampled.append((trainer.generated.completion_ids, figures["eval_reward" if evaluates else "reward"]))
     assert sampled[0] == sampled[1]

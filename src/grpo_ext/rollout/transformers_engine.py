@@ -102,11 +102,10 @@ class GroupedEngine:
             self.refuse(str(error))
             set_random_state(device, before)  # as in a resumed run, and in the next generation
         self._check_length(model, inputs["input_ids"].shape[1] + inputs["generation_config"].max_new_tokens)
-        mode = inputs["generation_config"].get_generation_mode()
-        records = self.records and model.training and mode is GenerationMode.SAMPLE
+        samples = inputs["generation_config"].get_generation_mode() is GenerationMode.SAMPLE
         own = None if uniforms is None else uniforms.to(device)
         draw = None if own is None else lambda shares, step: picked(shares, own[:, step])
-        draws = DrawLog(log, draw) if records else None
+        draws = DrawLog(log, draw) if samples and (draw or (self.records and model.training)) else None
         if draws is None and log is None:
             return model.generate(**inputs), found
         output = model.generate(**inputs, custom_generate=_recorded(draws or DrawLog(log)))
